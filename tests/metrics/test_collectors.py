@@ -77,7 +77,7 @@ class Gpus(DeviceSource):
 
 
 class Seen:
-    """An agent's server, and what it answers."""
+    """An agent's server, and its answers."""
 
     def __init__(self, server: web.Server) -> None:
         self.server = server
@@ -99,7 +99,7 @@ class Seen:
         }
 
     def value(self, metric: str, /, **labels: str) -> float | None:
-        """The one series that has these labels, or None."""
+        """The one series with these labels, or None."""
         found = [
             value
             for (one, has), value in self.metrics().items()
@@ -109,7 +109,7 @@ class Seen:
         return found[0] if found else None
 
     def events(self) -> list[str]:
-        """What /status says happened."""
+        """The events in /status."""
         return [event["text"] for event in json.loads(self.get("/status")[1])["events"]]
 
     def holders(self) -> set[tuple[str, str, str, str]]:
@@ -126,7 +126,7 @@ class Seen:
 
 
 def scraped(command: Sequence[str], certificate: Path | None) -> bytes:
-    """Run an agent; return its metrics as soon as there are devices. certificate: for TLS; the token is needed then."""
+    """Run an agent; return its metrics once it has devices. certificate: for TLS; a token is needed as well."""
     with running(command, stderr=subprocess.PIPE) as process:
         assert process.stderr is not None
         found = (re.search(r"metrics at \w+://(\S+/metrics)", line) for line in process.stderr)
@@ -148,13 +148,13 @@ def scraped(command: Sequence[str], certificate: Path | None) -> bytes:
 
 
 def samples(view: AgentView, name: str = "") -> list[Any]:
-    """Return what a view becomes, of one metric or of all."""
+    """Return the samples of a view, of one metric or of all."""
     families = AgentCollector(lambda: view).collect()
     return [one for family in families for one in family.samples if name in ("", one.name)]
 
 
 class Loop:
-    """A loop in a thread, to serve something from."""
+    """An event loop in a thread."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
@@ -187,7 +187,7 @@ class Loop:
 
 @pytest.fixture(autouse=True)
 def unshared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have each request answered with what is known then."""
+    """Render an answer for each request."""
     monkeypatch.setattr(web, "LIFETIME", 0.0)
     monkeypatch.setattr(web, "LIFETIME_FACTOR", 0)
 
@@ -208,7 +208,7 @@ def watched(
         agent = served(*sources, report_holders=True, period=0.1).agent
         # The kubelet knows the resource before the agent has read the answer to Register.
         wait(lambda: all(one.registered for one in agent.status().resources), "the agent is registered")
-        # In the agent's own loop, whose health is asked for.
+        # In the agent's own loop, since /healthz tests that loop.
         assert agent.loop is not None
         return fake_kubelet, loop.serving(agent, MetricsConfig(**options), agent.loop)
 
@@ -216,10 +216,10 @@ def watched(
 
 
 class TestRunningAgent:
-    """From the kubelet to the text."""
+    """From the kubelet to the metrics."""
 
     def test_resource_is_shown(self, watched: Callable[..., tuple[FakeKubelet, Seen]]) -> None:
-        """Devices, registration and what was sent are there as soon as the kubelet knows the resource."""
+        """Devices, registration and lists are in the metrics as soon as the kubelet knows the resource."""
         kubelet, seen = watched(Gpus())
         assert seen.value("devices", health="healthy", side="plugin", state="plugin") == 4
         assert seen.value("devices", health="unhealthy") == 0
@@ -234,7 +234,7 @@ class TestRunningAgent:
         seen.wait(lambda: seen.value("kubelet_restarts_total") == 1)
 
     def test_build_and_process_are_shown(self, watched: Callable[..., tuple[FakeKubelet, Seen]]) -> None:
-        """Which version runs, since when, and what memory it takes."""
+        """Version, start time and memory of the process are in the metrics."""
         _, seen = watched(Gpus())
         python = ".".join(map(str, sys.version_info[:3]))
         assert seen.value("build_info", version=VERSION, python=python) == 1
@@ -243,7 +243,7 @@ class TestRunningAgent:
         assert (seen.value("process_open_fds") or 0) > 3
 
     def test_withheld_devices_are_counted_by_reason(self) -> None:
-        """What is held or excluded can be told from what is withheld because evidence is missing."""
+        """Withheld devices are counted by reason."""
         withheld = {"a": Withheld("unknown", "no claim state"), "b": Withheld("held", "a process runs")}
         view = Still(replace(resource("a", "b", "c"), withheld=withheld)).observer().view()
         withheld_now = samples(view, "deviceplugin_devices_withheld")
@@ -256,7 +256,7 @@ class TestRunningAgent:
         }
 
     def test_directories_without_file_events_are_counted_by_reason(self) -> None:
-        """Each reason has a series."""
+        """Directories without file events are counted by cause, with a series for each cause."""
         still = Still(resource("a"))
         still.unwatched = (Unwatched(WatchFailure(UnwatchedCause.INSTANCES), ("/dev", "/sys")),)
         families = {family.name: family for family in AgentCollector(still.observer().view).collect()}
@@ -266,7 +266,7 @@ class TestRunningAgent:
         assert counted == {"instances": 2, "watches": 0, "files": 0, "silent": 0, "error": 0}
 
     def test_points_in_time_are_named_so(self) -> None:
-        """What has Unix seconds as its value ends with `_timestamp_seconds`."""
+        """A metric with Unix seconds ends with `_timestamp_seconds`."""
         view = Still(resource("a")).observer().view()
         (one,) = view.resources
         placed = replace(one.devices[0], location=DeviceLocation(State.DRA, 1.7e9))
@@ -276,7 +276,7 @@ class TestRunningAgent:
         }
 
     def test_holders_come_and_go(self, watched: Callable[..., tuple[FakeKubelet, Seen]]) -> None:
-        """Each holder is a series of value 1 while it holds the device; device series stay as they are."""
+        """Each holder is a series of value 1 while it holds the device; other series do not change."""
         kubelet, seen = watched(Gpus())
         series = {key for key in seen.metrics() if "allocation_info" not in key[0]}
         pod = kubelet.run_pod("train", {RESOURCE: 2}, namespace="team")
@@ -298,7 +298,7 @@ class TestRunningAgent:
         assert seen.value("kubelet_double_allocations_total") == 0
 
     def test_load_is_measured_in_the_background(self, watched: Callable[..., tuple[FakeKubelet, Seen]]) -> None:
-        """What the source measures is a metric; what it cannot tell is absent, not zero."""
+        """A measured quantity is a metric; one that is not measured is absent, not 0."""
         source = Gpus()
         _, seen = watched(source, period=0.1)
         seen.wait(lambda: seen.value("device_utilization_ratio", device="gpu-1") == 0.5)
@@ -307,7 +307,7 @@ class TestRunningAgent:
         assert (seen.value("hook_duration_seconds_count", hook="measure") or 0) >= 1
 
     def test_a_scrape_waits_for_no_hardware(self, watched: Callable[..., tuple[FakeKubelet, Seen]]) -> None:
-        """While measure hangs, a scrape is answered at once, without the old values."""
+        """While `measure` hangs a scrape is answered at once, without the old values."""
         source, released = Gpus(), threading.Event()
         _, seen = watched(source, period=0.1)
         seen.wait(lambda: seen.value("measured") == 1)
@@ -318,7 +318,7 @@ class TestRunningAgent:
             return {}
 
         source.measured = hang
-        # A reading is old before the hook's time is over: what the page says comes last.
+        # A reading expires before the hook's timeout: the text on the page comes last.
         seen.wait(lambda: "measure of example.com/gpu" in seen.get("/")[1])
         began = time.monotonic()
         assert seen.value("measured") == 0
@@ -329,9 +329,9 @@ class TestRunningAgent:
         seen.wait(lambda: seen.value("device_utilization_ratio", device="gpu-1") == 1)
 
     def test_losing_the_kubelet_is_seen(self, watched: Callable[..., tuple[FakeKubelet, Seen]]) -> None:
-        """Without the kubelet the agent is not ready but alive."""
+        """Without the kubelet the agent is alive and not ready."""
         kubelet, seen = watched(Gpus())
-        # An event is a difference to the status before, which the observer has noted when the loop has turned.
+        # An event is a difference to the previous status, which is noted once the loop has run.
         assert seen.get("/healthz")[0] == 200
         kubelet.stop()
         words = re.compile(rf"{RESOURCE}: not registered with the kubelet: .*kubelet\.sock")
@@ -345,7 +345,7 @@ class TestRunningAgent:
         seen.wait(lambda: "registered with the kubelet" in seen.events())
 
     def test_a_loop_that_has_ended_is_not_alive(self) -> None:
-        """A server that outlives the loop answers 503."""
+        """/healthz of a server whose loop has ended is 503."""
         ended = asyncio.new_event_loop()
         ended.close()
         still = Still(resource("a")).observer()
@@ -356,7 +356,7 @@ class TestRunningAgent:
     def test_a_loop_that_stands_still_is_not_alive(
         self, watched: Callable[..., tuple[FakeKubelet, Seen]], monkeypatch: pytest.MonkeyPatch, served: Any
     ) -> None:
-        """/healthz tells, while /metrics goes on from its own threads."""
+        """While the loop is blocked /healthz is 503, and /metrics is served from other threads."""
         monkeypatch.setattr(metrics, "LOOP_TIMEOUT", 0.2)
         source, registered, stuck, released = Gpus(), threading.Event(), threading.Event(), threading.Event()
 
@@ -377,7 +377,7 @@ class TestRunningAgent:
 
 
 class Bridge:
-    """A provider with families of a registry and of its own."""
+    """A provider with metric families of a registry and of its own."""
 
     name = "bridge"
     fails = False
@@ -397,10 +397,10 @@ class Bridge:
 
 
 class TestCollector:
-    """What a view becomes."""
+    """The metrics of a view."""
 
     def test_a_report_of_the_bridge_is_shown(self, loop: Loop) -> None:
-        """Sides, states, claims and families of other parts of the process are among the metrics."""
+        """Sides, states, claims and families of a provider are in the metrics."""
         still = Still(resource("a", "b"))
         bridge = Bridge()
         still.providers.append(bridge)
@@ -421,7 +421,7 @@ class TestCollector:
         assert seen.value("devices", side="plugin", health="healthy") == 2
 
     def test_both_formats_are_read_by_the_client_library(self, loop: Loop) -> None:
-        """Every family is valid in both formats, and the same."""
+        """Both formats are valid, and have the same families."""
         still = Still(resource(Device("a", health=Health.UNKNOWN), held={"a": [PodContainer("n", "p", "c")]}))
         still.providers.append(Bridge())
         seen = loop.serving(still.agent)
@@ -434,7 +434,7 @@ class TestCollector:
         assert lines(read_open(opened)) == lines(read_plain(plain))  # type: ignore[no-untyped-call]
 
     def test_a_name_that_is_no_text_does_not_fail_the_scrape(self, loop: Loop) -> None:
-        """A part that is named after a file whose name is not UTF-8 comes out with a question mark."""
+        """A part whose name is not UTF-8 is shown with a question mark."""
         still = Still(resource("a"))
         registry = CollectorRegistry(auto_describe=False)
         registry.register(AgentCollector(still.measured(a={"lanes": {"tty\udcff": 1}}).view))
@@ -451,7 +451,7 @@ class TestCollector:
         ],
     )
     def test_format_is_negotiated(self, accept: str, content_type: str, loop: Loop) -> None:
-        """A client gets one of few formats, whatever version it invents."""
+        """A client gets one of the known formats, whatever it asks for."""
         server = loop.serving(Still(resource("a")).agent).server
         connection = http.client.HTTPConnection(*parse_address(server.address), timeout=20)
         with contextlib.closing(connection):
@@ -460,7 +460,7 @@ class TestCollector:
 
     @promtool
     def test_promtool_finds_nothing_wrong(self, loop: Loop) -> None:
-        """Names, types, help and units are as Prometheus's own linter wants them."""
+        """promtool accepts names, types, help and units."""
         still = Still(resource("a", held={"a": [PodContainer("n", "p", "c")]}, refusals={"unhealthy": 1}))
         still.providers.append(Bridge())
         quantities: dict[str, Any] = {
@@ -474,14 +474,14 @@ class TestCollector:
         assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
 
     def test_help_says_where_it_comes_from(self, loop: Loop) -> None:
-        """The families of devices and holders name their source."""
+        """The help of device and holder metrics names the source of the values."""
         text = loop.serving(Still(resource("a")).agent).get("/metrics")[1]
         helps = [line for line in text.splitlines() if line.startswith("# HELP")]
         assert any("PodResources" in line for line in helps)
         assert any("source" in line for line in helps)
 
     def test_own_quantities_become_metrics(self, loop: Loop) -> None:
-        """A source may measure what nobody else does; parts carry the label `part`."""
+        """A source may measure quantities of its own; parts have the label `part`."""
         observer = Still(resource("a")).measured(a={"packets_total": 3, "lane_errors": {"0": 1}})
         samples = {
             (sample.name, tuple(sorted(sample.labels.items()))): (family.type, sample.value)
@@ -493,7 +493,7 @@ class TestCollector:
         assert samples[("deviceplugin_device_lane_errors", (key[0], ("part", "0"), key[1]))] == ("gauge", 1)
 
     def test_no_source_can_give_a_metric_that_is_there_already(self) -> None:
-        """The check of measured names knows all other names after `deviceplugin_device_`."""
+        """A measured quantity cannot have the name of another metric."""
         view = Still(resource("a")).observer().view()
         (one,) = view.resources
         placed = replace(one.devices[0], location=DeviceLocation(State.DRA, 1.0))
@@ -502,7 +502,7 @@ class TestCollector:
         assert {name.removeprefix("deviceplugin_device_") for name in names if "_device_" in name} == load.TAKEN
 
     def test_equal_holders_are_one_series(self) -> None:
-        """Two holders that cannot be told apart (init containers of unknown pods) are no duplicate series."""
+        """Two holders with equal labels are one series."""
         held = {"a::0": [PodContainer(container="init", uid="1")], "a::1": [PodContainer(container="init", uid="2")]}
         view = Still(resource("a", held=held, replicas=2)).observer().view()
         assert view.resources[0].devices[0].holders == (
@@ -512,7 +512,7 @@ class TestCollector:
         assert len(samples(view, "deviceplugin_allocation_info")) == 1
 
     def test_holders_are_absent_when_they_are_unknown(self, loop: Loop) -> None:
-        """Without the kubelet's checkpoint there is no count of 0 that would look like a free device."""
+        """Without the kubelet's checkpoint there are no holder counts, rather than 0."""
         still = Still(resource("a", held={"a": [PodContainer("n", "p", "c")]}))
         still.scanned_at = None
         seen = loop.serving(still.agent)
@@ -521,7 +521,7 @@ class TestCollector:
         assert seen.holders() == set()
 
     def test_dcgm_names_are_there_on_demand(self, loop: Loop) -> None:
-        """They are an option."""
+        """DCGM names are present only if configured."""
         still = Still(resource("a"))
         source = Gpus()
         source.measured = lambda devices: {"a": {"utilization_ratio": 0.5}}
@@ -532,7 +532,7 @@ class TestCollector:
 
 
 class TestStart:
-    """Beginning and end."""
+    """Start and end of the metrics."""
 
     def test_metrics_off_costs_nothing(self) -> None:
         """An agent without metrics loads neither the client library nor a web server."""
@@ -544,7 +544,7 @@ class TestStart:
         assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
 
     def test_metrics_load_nothing_for_pages(self) -> None:
-        """An agent that is only scraped loads neither the page nor a codec of host names."""
+        """An agent with metrics loads neither the page nor a codec for host names before they are used."""
         code = (
             "import sys, deviceplugin.metrics.collectors\n"
             "deviceplugin.metrics.web.listen('127.0.0.1:0').close()\n"
@@ -554,7 +554,7 @@ class TestStart:
         assert (done.stdout, done.stderr) == ("[]\n", "")
 
     def test_a_process_with_metrics_is_set_up_for_short_waits(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Threads take turns often, and garbage collections leave out what was loaded at the start."""
+        """With metrics, threads switch every 0.5 ms; garbage collections skip objects of the start in any case."""
         intervals: list[float] = []
         frozen: list[bool] = []
         monkeypatch.setattr(sys, "setswitchinterval", intervals.append)
@@ -563,7 +563,7 @@ class TestStart:
 
         class Ended(Program):
             async def run(self) -> None:
-                """Serve nothing."""
+                """Serve no requests."""
 
         assert serve(lambda: Ended(Mock())) == 0
         assert (intervals, frozen) == ([], [True])
@@ -573,7 +573,7 @@ class TestStart:
     def test_an_address_in_use_ends_the_start_with_a_word(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
-        """The agent does not run without the metrics that were asked for."""
+        """An address in use ends the start with an error."""
         with contextlib.closing(web.listen("127.0.0.1:0")) as taken:
             address = f"127.0.0.1:{taken.getsockname()[1]}"
             code = serve(lambda: Program(Agent([Gpus()], Paths(tmp_path))), metrics_address=address)
@@ -581,7 +581,7 @@ class TestStart:
         assert f"cannot serve metrics at {address}: Address already in use" in caplog.text
 
     async def test_an_unreadable_certificate_ends_the_start_with_a_word(self, tmp_path: Path) -> None:
-        """Metrics are not served in plain text instead."""
+        """An unreadable certificate ends the start: metrics are never served in plain text instead."""
         options = MetricsConfig(certificate=str(tmp_path / "no.crt"))
         with (
             pytest.raises(OSError, match=r"no\.crt: No such file"),
@@ -590,7 +590,7 @@ class TestStart:
             pass
 
     async def test_the_token_leaves_the_probes_open(self, tmp_path: Path) -> None:
-        """The kubelet's probes carry no token; everything else needs it."""
+        """Probes need no token, all other pages do."""
         (tmp_path / "token").write_text("s3cret")
         with metrics.serving(
             "127.0.0.1:0", Agent([Gpus()], Paths(tmp_path)), MetricsConfig(token=str(tmp_path / "token"))
@@ -607,7 +607,7 @@ class TestStart:
     async def test_a_token_in_clear_text_is_warned_of(
         self, secured: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
-        """A token without a certificate is a warning in the log, one with a certificate is none."""
+        """A token without a certificate is logged as a warning; with a certificate it is not."""
         (tmp_path / "token").write_text("s3cret")
         certificate, key = map(str, make_certificate(tmp_path, "node")) if secured else (None, None)
         options = MetricsConfig(certificate=certificate, key=key, token=str(tmp_path / "token"))
@@ -616,7 +616,7 @@ class TestStart:
         await asyncio.sleep(0)
 
     def test_a_config_file_says_how(self) -> None:
-        """The key `metrics` has the options, all of them optional."""
+        """The key `metrics` of a config file has the options, all optional."""
         head = "resources: [{name: example.com/a, devices: [{path: /dev/null}]}]\n"
         assert config.parse(head).metrics == MetricsConfig()
         text = "metrics: {certificate: /c/tls.crt, key: /c/tls.key, token: /t, period: 5, dcgm: true}"
@@ -651,7 +651,7 @@ class TestStart:
         assert b'deviceplugin_devices{health="healthy",resource="example.com/sim"' in answer
 
     def test_an_own_agent_serves_as_it_says(self, fake_kubelet: FakeKubelet, tmp_path: Path) -> None:
-        """`run` of an author's file has address, certificate and token as parameters; --metrics-address goes before."""
+        """`run` in an author's file has address, certificate and token as parameters; --metrics-address overrides."""
         certificate, key = make_certificate(tmp_path, "node")
         (tmp_path / "token").write_text("s3cret")
         program = f"""
@@ -677,7 +677,7 @@ run(Toys(), metrics_address="192.0.2.1:9", token={str(tmp_path / "token")!r}, ce
         ],
     )
     def test_what_protects_nothing_is_refused(self, fields: dict[str, Any], message: str) -> None:
-        """A file that cannot be named so, and a key without its certificate, raise in the author's own line."""
+        """An invalid file name, and a key without a certificate, raise in the author's own line."""
         for start in (deviceplugin.run, dra_bridge.run):
             with pytest.raises(ValueError, match=re.escape(message)):
                 start(Gpus(), argv=[], **fields)

@@ -1,4 +1,4 @@
-"""The DCGM exporter's names beside ours."""
+"""Metrics with the names of the DCGM exporter."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def values(seen: AgentView) -> dict[str, list[tuple[dict[str, str], float]]]:
 
 
 def test_values_are_in_dcgm_s_units() -> None:
-    """Percent, MiB, MHz, mJ."""
+    """Values are in the units of DCGM: percent, MiB, MHz, mJ."""
     assert {name: rows[0][1] for name, rows in values(view()).items()} == {
         "DCGM_FI_DEV_GPU_UTIL": 50,
         "DCGM_FI_DEV_FB_USED": 10,
@@ -48,7 +48,7 @@ def test_values_are_in_dcgm_s_units() -> None:
 
 
 def test_labels_are_dcgm_s() -> None:
-    """The device by its attributes, the node, and the container that holds it."""
+    """Labels are those of DCGM: the device by its attributes, the node, and the container that holds it."""
     (labels, _), *more = values(view(PodContainer("team", "train", "main")))["DCGM_FI_DEV_GPU_UTIL"]
     assert not more
     assert labels.pop("Hostname")
@@ -66,7 +66,7 @@ def test_labels_are_dcgm_s() -> None:
 
 
 def test_a_shared_device_stays_one_series() -> None:
-    """With several holders the device's load is not counted several times."""
+    """A device with two holders has one series, without a pod."""
     (row,) = values(view(PodContainer("team", "one", "main"), PodContainer("team", "two", "main")))[
         "DCGM_FI_DEV_GPU_UTIL"
     ]
@@ -86,7 +86,7 @@ MIG: dict[str, str | int] = {
 
 
 def test_a_partition_has_its_own_labels() -> None:
-    """A MIG partition carries its GPU's number and UUID and, in the labels made for it, its profile and instance."""
+    """A MIG partition has the number and UUID of its GPU, and labels for its profile and instance."""
     still = Still(resource(Device("MIG-7", attributes=MIG), Device("MIG-8", attributes={**MIG, "computeInstance": 1})))
     observer = still.measured(**{name: {"memory_used_bytes": 2**20} for name in ("MIG-7", "MIG-8")})
     (labels, value), (other, _) = values(observer.view())["DCGM_FI_DEV_FB_USED"]
@@ -96,10 +96,10 @@ def test_a_partition_has_its_own_labels() -> None:
 
 
 def test_what_is_not_measured_is_absent() -> None:
-    """No zeros for what a device cannot tell; a temperature without sensors is the device's own."""
+    """Quantities that are not measured have no series, not 0; a temperature without a part is the GPU's."""
     assert set(values(view(load={"temperature_celsius": 30, "clock_hertz": {"video": 1}}))) == {"DCGM_FI_DEV_GPU_TEMP"}
 
 
 def test_every_name_has_a_known_quantity() -> None:
-    """Every quantity here is one of the known quantities."""
+    """Every quantity with a DCGM name is a known quantity."""
     assert {name.quantity for name in dcgm.NAMES} <= load.QUANTITIES.keys()

@@ -1,4 +1,4 @@
-"""How busy devices are: taken in the background, forgotten when old."""
+"""The load of devices: measured in the background, and dropped when old."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ def released() -> Iterator[threading.Event]:
 
 
 class TestChecked:
-    """What a source may answer."""
+    """Which results of `measure` are valid."""
 
     def test_numbers_by_device_and_quantity_are_taken(self) -> None:
-        """Numbers, parts of a quantity, and truth values are kept as numbers."""
+        """Numbers, parts of a quantity, and booleans are kept as numbers."""
         said = {"a": {"utilization_ratio": 0.5, "throttled": {"power": True}}, "b": {"own_total": 3}}
         assert checked(said, DEVICES) == {
             "a": {"utilization_ratio": 0.5, "throttled": {"power": 1}},
@@ -56,12 +56,12 @@ class TestChecked:
         }
 
     def test_what_a_device_cannot_tell_is_absent(self) -> None:
-        """None and NaN leave nothing, never a zero; a device without an answer has no load."""
+        """None and NaN give no value, not 0; a device without a result has no load."""
         said = {"a": {"power_watts": None, "fan_ratio": float("nan"), "clock_hertz": {"sm": None}}, "b": None}
         assert checked(said, DEVICES) == {"a": {}}
 
     def test_devices_that_were_not_asked_for_are_left_out(self) -> None:
-        """A device that has vanished meanwhile does not come back through its load."""
+        """Results for a device that was not asked for are dropped."""
         assert checked({"gone": {"power_watts": 1}}, DEVICES) == {}
 
     @pytest.mark.parametrize(
@@ -80,21 +80,21 @@ class TestChecked:
         ],
     )
     def test_anything_else_is_an_error_that_says_what(self, said: object, why: str) -> None:
-        """The message names what was returned."""
+        """Any other result is an error that names the wrong value."""
         with pytest.raises(MeasureError, match=why):
             checked(said, DEVICES)
 
     def test_known_quantities_are_in_base_units(self) -> None:
-        """The names that sources share end with a base unit or are counts of something."""
+        """Known quantities end with a base unit or a count; `throttled` is the exception."""
         units = ("ratio", "bytes", "celsius", "watts", "hertz", "total", "second")
         assert [name for name in QUANTITIES if not name.endswith(units)] == ["throttled"]
 
 
 class TestGauge:
-    """One source, measured again and again."""
+    """One source, measured several times."""
 
     async def test_both_kinds_of_hook_are_measured(self) -> None:
-        """measure may be a plain function or a coroutine function."""
+        """`measure` may be a plain function or a coroutine function."""
 
         async def answer() -> Mapping[str, Any]:
             return {"a": {"power_watts": 2}}
@@ -108,7 +108,7 @@ class TestGauge:
             assert (gauge.calls, gauge.failures, gauge.error) == (1, 0, "")
 
     async def test_an_error_takes_the_values_away_and_is_said_once(self, caplog: pytest.LogCaptureFixture) -> None:
-        """A source that raises shows no load instead of an old one; so does one that answers nonsense."""
+        """After an exception or a wrong result there is no load, and the error is logged once."""
         answers: Iterator[object] = iter(
             [{"a": {"power_watts": 2}}, ValueError("no driver"), ValueError("no driver"), 7]
         )
@@ -131,7 +131,7 @@ class TestGauge:
         assert gauge.failures == 3
 
     async def test_what_works_again_is_shown_again(self, caplog: pytest.LogCaptureFixture) -> None:
-        """After an error the next answer counts."""
+        """After an error the next valid result counts, and the log says so."""
         caplog.set_level(logging.INFO)
         answers = iter([{}, 3, {"a": {"fan_ratio": 1}}])
         gauge = Gauge(Plain(lambda: next(answers)), 10)
@@ -142,7 +142,7 @@ class TestGauge:
         assert "works again" in caplog.text
 
     async def test_a_hanging_hook_is_not_called_again(self, released: threading.Event) -> None:
-        """It costs one thread, not one a period; when it has ended at last, it is asked again."""
+        """A `measure` that hangs is not called again before it has ended."""
         calls = 0
 
         def answer() -> Measured:
@@ -169,7 +169,7 @@ class TestGauge:
         assert calls == 2
 
     async def test_a_reading_grows_old_and_disappears(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Should readings stop to come for whatever reason, the last one does not stay for ever."""
+        """A reading that is older than about two periods is dropped."""
         now = 1000.0
         monkeypatch.setattr(load, "time", SimpleNamespace(monotonic=lambda: now, perf_counter=lambda: now))
         gauge = Gauge(Plain(lambda: {"a": {"fan_ratio": 0.5}}), 10)
@@ -180,17 +180,17 @@ class TestGauge:
         assert gauge.reading is None
 
     async def test_without_devices_nothing_is_asked(self) -> None:
-        """A source without devices is left in peace."""
+        """Without devices `measure` is not called."""
         gauge = Gauge(Plain(lambda: 1 / 0), 10)
         await gauge.take([])
         assert (gauge.calls, gauge.reading, gauge.error) == (0, None, "")
 
 
 class TestForEver:
-    """All sources at a period."""
+    """All sources, measured periodically."""
 
     async def test_one_that_is_slow_holds_up_no_other(self, released: threading.Event) -> None:
-        """Sources are measured side by side."""
+        """A slow source does not delay another source."""
         counts = {"fast": 0}
         enough = asyncio.Event()
 
@@ -209,7 +209,7 @@ class TestForEver:
         task.cancel()
 
     async def test_devices_that_appear_are_measured_at_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The first list does not have to wait for a whole period."""
+        """Devices of the first list are measured at once, without waiting for a period."""
         monkeypatch.setattr(load, "TICK", 0.001)
         asked = asyncio.Event()
 
@@ -234,7 +234,7 @@ class TestForEver:
         task.cancel()
 
     async def test_ending_it_ends_what_it_started(self) -> None:
-        """No measurement goes on after the end."""
+        """When the task is cancelled, running measurements end."""
         began, ended = asyncio.Event(), asyncio.Event()
 
         async def endless() -> Measured:

@@ -1,4 +1,4 @@
-"""The monitoring examples: rules that are tested, queries that ask for what there is."""
+"""The monitoring examples: alert rules with tests, and queries of existing metrics."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NO_NAMES = {
     "state",
     "version",
 }
-"""Labels whose values are words of the agent's."""
+"""Labels with a fixed set of values."""
 
 
 def rules() -> list[dict[str, Any]]:
@@ -52,7 +52,7 @@ def filled(text: str) -> str:
 
 
 def test_only_pods_of_the_agents_namespaces_are_scraped() -> None:
-    """Anybody may put the agents' label on a pod of his own."""
+    """Only pods in the agents' own namespaces are scraped: any user may set the agents' label on a pod."""
     job = yaml.safe_load((EXAMPLES / "prometheus.yaml").read_text())["scrape_configs"][0]
     (found,) = job["kubernetes_sd_configs"]
     *_, daemon_set = yaml.safe_load_all((EXAMPLES.parent / "daemonset.yaml").read_text())
@@ -65,7 +65,7 @@ def known_names() -> set[str]:
 
 
 def test_only_what_exists_is_asked_for() -> None:
-    """Every metric in a rule or a panel is one that agents have."""
+    """Every metric in a rule or a panel exists."""
     texts = [*queries(), *(rule["expr"] for rule in rules())]
     asked = {name for text in texts for name in re.findall(r"(?:deviceplugin|process)_\w+", text)}
     assert len(asked) > 30
@@ -73,7 +73,7 @@ def test_only_what_exists_is_asked_for() -> None:
 
 
 def test_every_alert_has_a_runbook() -> None:
-    """Each alert has a description, and leads to a section with checks and a remedy; none is left over."""
+    """Each alert has a description and a runbook section with checks and a remedy; no section is left over."""
     text = (EXAMPLES.parents[1] / "docs" / "runbooks.md").read_text()
     sections = {part.partition("\n")[0]: part for part in text.split("\n## ")[1:]}
     assert sections.keys() == {rule["alert"] for rule in rules()}
@@ -87,7 +87,7 @@ def test_every_alert_has_a_runbook() -> None:
 
 @promtool
 def test_rules_do_what_their_tests_say() -> None:
-    """`promtool test rules` is content."""
+    """`promtool test rules` passes."""
     done = subprocess.run(
         ["promtool", "test", "rules", "alerts.test.yaml"], cwd=EXAMPLES, capture_output=True, text=True
     )
@@ -96,10 +96,10 @@ def test_rules_do_what_their_tests_say() -> None:
 
 @promtool
 def test_only_the_agents_are_scraped(tmp_path: Path) -> None:
-    """Only pods of the namespaces that the agents run in are asked, and no name with control characters is taken."""
+    """Only pods of the agents' namespaces are scraped, and labels with control characters are dropped."""
     config = yaml.safe_load((EXAMPLES / "prometheus.yaml").read_text())
     (job,) = config["scrape_configs"]
-    (found,) = job.pop("kubernetes_sd_configs")  # Debian's promtool does not know it
+    (found,) = job.pop("kubernetes_sd_configs")  # Debian's promtool does not know this option
     assert found == {"role": "pod", "namespaces": {"names": ["dra-bridge", "kube-system"]}}
     (rule,) = job["metric_relabel_configs"]
     assert rule["action"] == "drop"
@@ -114,7 +114,7 @@ def test_only_the_agents_are_scraped(tmp_path: Path) -> None:
 
 
 def test_every_alert_fires_and_resolves() -> None:
-    """Each alert is silent where all is well, and has a test in which it fires and is silent again later."""
+    """Each alert has a test in which it fires and resolves, and is silent otherwise."""
     first, *others = yaml.safe_load((EXAMPLES / "alerts.test.yaml").read_text())["tests"]
     names = {rule["alert"] for rule in rules()}
     assert {case["alertname"] for case in first["alert_rule_test"] if not case["exp_alerts"]} == names
@@ -137,7 +137,7 @@ def test_every_alert_has_a_cause_on_the_real_node() -> None:
 
 @promtool
 def test_queries_of_the_dashboard_are_valid(tmp_path: Path) -> None:
-    """Prometheus can parse each of them."""
+    """Prometheus can parse each query."""
     recorded = [{"record": f"panel:{number}", "expr": text} for number, text in enumerate(queries())]
     (tmp_path / "rules.yaml").write_text(yaml.safe_dump({"groups": [{"name": "panels", "rules": recorded}]}))
     done = subprocess.run(["promtool", "check", "rules", tmp_path / "rules.yaml"], capture_output=True, text=True)
@@ -146,7 +146,7 @@ def test_queries_of_the_dashboard_are_valid(tmp_path: Path) -> None:
 
 
 def test_panels_do_not_overlap() -> None:
-    """Each panel has its own place on the grid, and its own number."""
+    """Each panel has its own place and number."""
     panels = json.loads((EXAMPLES / "dashboard.json").read_text())["panels"]
     taken: set[tuple[int, int]] = set()
     for panel in panels:

@@ -24,7 +24,7 @@ from tests.metrics.views import RESOURCE, Still, resource
 
 
 class Table(HTMLParser):
-    """Reads the rows of all tables as lists of texts, and what the page refers to."""
+    """Reads the rows of all tables as lists of texts, all text, and the references."""
 
     def __init__(self, html: bytes) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class Bridge:
 
 
 def busy() -> tuple[Still, Observer]:
-    """An agent with something of everything."""
+    """An agent with some of each state."""
     holders = {f"a::{n}": [PodContainer("team", f"train-{n}", "main")] for n in range(6)}
     still = Still(
         resource(
@@ -101,14 +101,14 @@ def busy() -> tuple[Still, Observer]:
 
 
 class TestPage:
-    """One file, whole without a script."""
+    """The page: one HTML file, complete without a script."""
 
     def test_table_shows_each_device(self) -> None:
-        """Health, side, holders and load are there in plain HTML."""
+        """The table has each device with health, side, holders and load in plain HTML."""
         _, observer = busy()
         rows = Table(page.html(observer.view())).rows
         assert rows[0] == ["Device", "Health", "Side", "Holder", "Load"]
-        b, c, a = rows[1:]  # what needs attention comes first
+        b, c, a = rows[1:]  # devices that need attention come first
         assert a[:3] == ["a NUMA 0", "healthy", "device plugin"]
         assert a[3].startswith("team/train-0 (main) team/train-1 (main)")
         assert "2 more" in a[3]
@@ -131,14 +131,14 @@ class TestPage:
         assert f"{RESOURCE}registered{said}" in Table(page.html(still.observer().view())).text
 
     def test_long_names_break_between_their_words(self) -> None:
-        """A browser may break a name and a path after the marks in them, and the text of both stays whole."""
+        """Names and paths may break after their punctuation marks, and their text stays the same."""
         device = Device("usb-FTDI_FT232R_A5", nodes=["/dev/serial/by-id/x"])
         html = page.html(Still(resource(device)).observer().view())
         assert b"usb-FTDI_<wbr>FT232R_<wbr>A5" in html
         assert Table(html).rows[1][0] == "usb-FTDI_FT232R_A5 /dev/serial/by-id/x"
 
     def test_nothing_comes_from_outside(self) -> None:
-        """It refers to this server's own pages alone."""
+        """The page refers to pages of this server only."""
         _, observer = busy()
         html = page.html(observer.view())
         references = Table(html).references
@@ -146,7 +146,7 @@ class TestPage:
         assert not re.search(rb"https?://|@import|url\(", html)
 
     def test_what_others_named_is_text(self) -> None:
-        """Names and messages cannot become markup."""
+        """Names and messages of other programs are escaped."""
         evil = '<script>alert("1")</script>'
         device = Device("a", health=Health.UNHEALTHY, message=evil)
         still = Still(resource(device, held={"a": [PodContainer(evil, evil, "'&")]}, source_error=evil))
@@ -155,7 +155,7 @@ class TestPage:
         assert Table(html).rows[1][1] == f"unhealthy {evil}"
 
     def test_script_is_the_only_one_that_may_run(self) -> None:
-        """The policy in the header names the script's digest."""
+        """The Content-Security-Policy has the digest of the page's one script."""
         _, observer = busy()
         script = page.html(observer.view()).partition(b"<script>")[2].partition(b"</script>")[0]
         digest = base64.b64encode(hashlib.sha256(script).digest()).decode()
@@ -163,7 +163,7 @@ class TestPage:
         assert b"refresh" in page.html(observer.view()).partition(b"</noscript>")[0]
 
     def test_what_is_wrong_stands_on_top(self) -> None:
-        """Everything that an operator must know is said in words."""
+        """All problems come first, as text."""
         still = Still(resource("a", registered=False, source_error="OSError: no bus"))
         still.scanned_at = None
         still.double = 2
@@ -177,7 +177,7 @@ class TestPage:
 
     @pytest.mark.parametrize("connected", [True, False])
     def test_an_adopted_plugin(self, connected: bool) -> None:
-        """Page and /status say whether it is connected, and since when."""
+        """Page and /status have the connection of the adopted plugin, and since when."""
         vendor = VendorConnection(connected=connected, since=60.0)
         view = Still(resource("a", registered=connected, vendor=vendor)).observer().view()
         said = (
@@ -191,7 +191,7 @@ class TestPage:
         assert one["vendor"]["since"].startswith("1970-01-01T00:01:00")
 
     def test_devices_that_are_not_listed(self) -> None:
-        """What is for claims, and what a pod holds, is shown though its plugin is away and lists nothing."""
+        """A device for claims and a device that a pod holds are shown while the plugin is away."""
 
         class Claims(Bridge):
             def report(self) -> ProviderReport:
@@ -205,7 +205,7 @@ class TestPage:
         assert "d1 not listed now device plugin team/train (main)" in text
 
     def test_problems_come_first(self) -> None:
-        """An API server that is out of reach stands above all else on the page and in /status; the agent is ready."""
+        """A problem of a provider comes first on the page and in /status, and leaves the agent ready."""
 
         class Lost(Bridge):
             def report(self) -> ProviderReport:
@@ -222,7 +222,7 @@ class TestPage:
         assert said["problems"] == ["the API server is unreachable since 21:23:36 UTC"]
 
     def test_broken_devices_come_before_all_tables(self) -> None:
-        """Of 64 devices the two broken ones are named on top, with links to their rows, which come first."""
+        """Of 64 devices the two with problems come first, with links to their rows; the rest is folded."""
         devices: list[Device | str] = [f"d{number}" for number in range(64)]
         devices[40] = Device("d40", health=Health.UNHEALTHY, message="XID 79")
         withheld = {"d50": Withheld("unknown", "the claim state cannot be read")}
@@ -236,10 +236,10 @@ class TestPage:
             f"#{RESOURCE}/d50",
         ]
         assert [row[0] for row in read.rows[3:7]] == ["d40", "d50", "Device", "d0"]
-        assert "62 healthy, free devices" in read.text  # folded
+        assert "62 healthy, free devices" in read.text  # the heading of the folded rows
 
     def test_what_needs_attention_says_since_when_and_who_has_it(self) -> None:
-        """On top and in the table; a move has the time of the ledger, a failure that at which it was noticed."""
+        """An unhealthy device has its holder and the time when the failure was noticed; a move has the ledger's."""
         ill = Device("a", health=Health.UNHEALTHY, message="XID 79")
         held = {"a": [PodContainer("team", "train", "main")]}
         still = Still(resource(ill, "c", held=held))
@@ -267,7 +267,7 @@ class TestPage:
         assert observer.view().resources[0].devices[0].since is None
 
     def test_few_free_devices_are_not_folded(self) -> None:
-        """Eight are shown at once; nothing is folded while the holders are not known, for then none is free."""
+        """Eight free devices are shown and nine are folded; while holders are unknown none is folded."""
         few, many = resource(*map(str, range(8))), resource(*map(str, range(9)))
         assert "healthy, free" not in Table(page.html(Still(few).observer().view())).text
         still = Still(many)
@@ -276,27 +276,27 @@ class TestPage:
         assert "healthy, free" not in Table(page.html(still.observer().view())).text
 
     def test_what_needs_attention_is_bounded(self) -> None:
-        """With all devices broken the list on top stays short, and says how many more there are."""
+        """The list of devices that need attention is limited, with the number of further devices."""
         devices = [Device(f"d{number}", health=Health.UNHEALTHY) for number in range(64)]
         read = Table(page.html(Still(resource(*devices)).observer().view()))
         assert len([one for one in read.references if one.startswith(f"#{RESOURCE}")]) == page.SHOWN_ATTENTION
         assert f"{64 - page.SHOWN_ATTENTION} more" in read.text
 
     def test_a_page_without_trouble_has_no_such_list(self) -> None:
-        """Healthy devices, and those that move, need no attention."""
+        """Healthy and moving devices do not need attention."""
         still = Still(resource("a", "c"))
         still.providers.append(Bridge())
         assert "Needs attention" not in Table(page.html(still.observer().view())).text
 
     def test_share_and_progress_are_shown(self) -> None:
-        """What is asked for, and how many devices are there or on their way."""
+        """Page and /status have the requested share, and how many devices are on the DRA side or moving."""
         _, observer = busy()
         assert "requested share: 2, 1 of 3 on the DRA side, 1 moving to it" in Table(page.html(observer.view())).text
         (one,) = json.loads(page.status(observer.view()))["resources"]
         assert one["share"] == {"requested": "2", "devices": 3, "claimable": 1, "leaving": 1, "returning": 0}
 
     def test_events_have_dates(self) -> None:
-        """An event of yesterday does not look like one of today."""
+        """Events have a date."""
         still = Still(resource("a"))
         view = replace(still.observer().view(), events=(Event(1.7e9, RESOURCE, "a vanished", bad=True),))
         assert "2023-11-14 22:13:20" in Table(page.html(view)).text
@@ -306,17 +306,17 @@ class TestPage:
         [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (2**40 * 3, "3 TiB"), (2**30 * 80, "80 GiB")],
     )
     def test_bytes_are_readable(self, number: int, text: str) -> None:
-        """Three digits and a binary unit."""
+        """Bytes are shown with three digits and a binary unit."""
         assert page.with_unit(number) == text
 
     def test_an_agent_without_anything_has_a_page(self) -> None:
-        """Before the first list there is a page that says so."""
+        """Before the first list the page says that the source has not listed."""
         still = Still(resource(listed=False))
         assert "has not listed" in Table(page.html(still.observer().view())).text
 
 
 def test_status_is_json_for_programs() -> None:
-    """Everything that the page shows, by name."""
+    """/status has the page's data as JSON."""
     still, observer = busy()
     said = json.loads(page.status(observer.view()))
     assert (said["ready"], said["holdersKnown"], said["providers"]) == (True, True, {"bridge": {"slices": 1}})

@@ -1,4 +1,4 @@
-"""What is seen of an agent: one view, put together from what others know."""
+"""The view of an agent, composed from the states of its parts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def holders(view: AgentView, device: str = "a") -> list[DeviceHolder]:
 
 
 class Telling:
-    """A provider."""
+    """A provider with the report of a test."""
 
     name = "bridge"
 
@@ -42,7 +42,7 @@ class Telling:
 
 
 class TestHolders:
-    """The holders of devices."""
+    """Holders of devices."""
 
     def test_containers_hold_devices(self) -> None:
         """The holders in the kubelet's checkpoint are in the view; a free device has none."""
@@ -52,20 +52,20 @@ class TestHolders:
         assert view.holders_known
 
     def test_a_shared_device_has_many_holders(self) -> None:
-        """Each container with a replica is there once, also one with two replicas."""
+        """Each container with a replica is one holder, also with two replicas."""
         other = PodContainer("team", "serve", "main")
         held = {"a::0": [MAIN], "a::1": [other], "a::3": [MAIN]}
         view = Still(resource("a", held=held, replicas=4)).observer().view()
         assert [hold.pod for hold in holders(view)] == ["serve", "train"]
 
     def test_devices_of_a_source_may_be_shared_differently(self) -> None:
-        """How many containers may have a device is what the inventory says."""
+        """The number of replicas of each device is the inventory's."""
         one = resource("a", "b", "c", replicas=4)
         still = Still(replace(one, snapshot=replace(one.snapshot, replicas={"a": 4, "b": 1, "c": 4})))
         assert [seen.replicas for seen in still.observer().view().resources[0].devices] == [4, 1, 4]
 
     def test_holders_are_unknown_when_the_checkpoint_is_old(self) -> None:
-        """When the kubelet cannot be asked for long, or was not yet, its last answer does not stay for ever."""
+        """Without a scan, or with an old one, holders are unknown."""
         still = Still(resource("a", held={"a": [MAIN]}))
         observer = still.observer()
         for scanned_at in (None, time.monotonic() - HOLDERS_STALE - 1):
@@ -74,7 +74,7 @@ class TestHolders:
             assert holders(observer.view()) == []
 
     def test_containers_that_use_a_claim_hold_its_devices(self) -> None:
-        """Devices of claims are found by driver and by their name in slices, whatever their id."""
+        """Containers with a claim are holders of its devices, found by driver and published name."""
         source = Source()
         source.driver = "gpu.example.com"
         still = Still(resource("a", "GPU_1"))
@@ -92,7 +92,7 @@ class TestHolders:
 
     @pytest.mark.parametrize("kept", [{}, {"example.com/big": "", "example.com/small": "small--"}])
     def test_resources_of_one_driver_are_distinguished(self, kept: dict[str, str]) -> None:
-        """Resources of one driver may have devices with the same ids; the bridge reports how they are published."""
+        """Two resources of one driver have devices with one id: the published name tells which resource it is."""
         sources = {}
         for name in ("example.com/big", "example.com/small"):
             sources[name] = Source()
@@ -106,7 +106,7 @@ class TestHolders:
         assert [len(one.devices[0].holders) for one in view.resources] == [0, 1]
 
     def test_the_pods_of_a_claim_are_those_of_the_ledger_where_the_kubelet_does_not_list_it(self) -> None:
-        """PodResources names no claims on some kubelets; a pod whose name is not known is shown by its UID."""
+        """A claim that PodResources does not list has the ledger's pods; a pod without a name is shown by UID."""
         still = Still(resource("a"))
         pods = (PodContainer("team", "train", uid="u1"), PodContainer(uid="u2"))
         claims = [ClaimedDevice(RESOURCE, "a", "team", "mine", pods)]
@@ -117,7 +117,7 @@ class TestHolders:
         ]
 
     def test_a_prepared_claim_that_nobody_uses_holds_its_device(self) -> None:
-        """The ledger's claims count from their preparation on; with its container seen, a claim is there once."""
+        """A prepared claim of the ledger is a holder without a container; with its container it is listed once."""
         source = Source()
         source.driver = "gpu.example.com"
         still = Still(resource("a", "b"))
@@ -131,7 +131,7 @@ class TestHolders:
         assert holders(view, "b")[0].text == "claim team/waiting"
 
     def test_administrative_access_is_shown_and_holds_nothing(self) -> None:
-        """A claim with administrative access is no holder, whether the kubelet names its container or the ledger it."""
+        """A claim with administrative access is shown as such, and is no holder."""
         source = Source()
         source.driver = "gpu.example.com"
         still = Still(resource("a", "b"))
@@ -150,7 +150,7 @@ class TestHolders:
         assert (shown["holders"], shown["administrativeAccess"][0]["claim"]) == ([], "watch")
 
     def test_what_another_plugin_gave_is_shown_at_the_device_that_it_is(self) -> None:
-        """A pod that has a device under an id that is not listed is its holder, beside whoever else has it."""
+        """A pod that has a device from another plugin under another id is shown as a holder of the device."""
         one = resource("a", "b", held={"theirs": [MAIN]})
         still = Still(replace(one, elsewhere={"theirs": frozenset({(RESOURCE, "a")})}))
         view = still.observer().view()
@@ -159,10 +159,10 @@ class TestHolders:
 
 
 class TestReadiness:
-    """What keeps an agent from being ready."""
+    """Reasons for an agent not to be ready."""
 
     def test_ready_when_everything_is_registered(self) -> None:
-        """Without a problem there is no reason."""
+        """With everything registered there is no reason."""
         assert Still(resource("a")).observer().view().unready == ()
 
     @pytest.mark.parametrize(
@@ -174,18 +174,18 @@ class TestReadiness:
         ],
     )
     def test_what_is_missing_is_said(self, one: ResourceStatus, why: str) -> None:
-        """Each reason names its resource."""
+        """Each reason names its resource and the cause."""
         (reason,) = Still(one).observer().view().unready
         assert reason.startswith(RESOURCE)
         assert why in reason
 
     def test_an_agent_that_serves_nothing_is_not_ready(self) -> None:
-        """Before its resources are there, it is not ready."""
+        """An agent without a resource is not ready."""
         assert Still().observer().view().unready == ("no resource is served",)
 
 
 class TestProviders:
-    """Other parts of the process that want to be seen."""
+    """Other parts of the process that report to the view."""
 
     @pytest.fixture
     def released(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
@@ -195,7 +195,7 @@ class TestProviders:
         event.set()
 
     def test_their_reports_are_part_of_the_view(self) -> None:
-        """Places and reasons of theirs are shown with the rest."""
+        """Locations and reasons of a provider are part of the view."""
         place = DeviceLocation(State.TO_PLUGIN, 5.0, "asked for")
         still = Still(resource("a", "b"))
         still.providers.append(
@@ -206,7 +206,7 @@ class TestProviders:
         assert view.unready == ("bridge: no slices",)
 
     def test_one_that_raises_is_said_and_left_out(self, caplog: pytest.LogCaptureFixture) -> None:
-        """The rest of the view is there; it is logged once, and again when it is another error."""
+        """A provider that raises is left out with a reason, and logged once for each error."""
         errors = iter(["one", "one", "two"])
 
         def report() -> ProviderReport:
@@ -227,7 +227,7 @@ class TestProviders:
         ]
 
     def test_one_that_hangs_costs_its_time_once(self, released: threading.Event) -> None:
-        """While it hangs it is not asked again; afterwards it is."""
+        """A provider that hangs is not asked again before it has answered."""
         calls = 0
 
         def report() -> ProviderReport:
@@ -251,10 +251,10 @@ class TestProviders:
 
 
 class TestProblems:
-    """What is wrong and keeps nobody from being ready."""
+    """Problems that leave the agent ready."""
 
     def test_a_config_file_that_was_refused_is_a_problem_and_an_event(self) -> None:
-        """It is said until it is taken."""
+        """A refused config file is a problem until a valid one is accepted; both are events."""
         still = Still(resource("a"))
         observer = still.observer()
         still.config_error = "the config file is refused: line 3"
@@ -270,7 +270,7 @@ class TestProblems:
         assert observer.view().problems == ()
 
     def test_directories_without_file_events_are_a_problem(self) -> None:
-        """It says which, how many, and what to raise, until they are watched."""
+        """Directories without file events are a problem, with a path, their number and the cause."""
         still = Still(resource("a"))
         still.unwatched = (Unwatched(WatchFailure(UnwatchedCause.WATCHES), ("/dev", "/sys")),)
         (problem,) = still.observer().view().problems
@@ -279,7 +279,7 @@ class TestProblems:
         assert still.observer().view().problems == ()
 
     def test_the_node_is_what_a_provider_says(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Of an agent whose command line names the node; else what the environment says."""
+        """The node's name is that of a provider, else that of NODE_NAME."""
         monkeypatch.setenv("NODE_NAME", "n7")
         still = Still(resource("a"))
         assert still.observer().view().node == "n7"
@@ -288,19 +288,19 @@ class TestProblems:
 
 
 class TestEvents:
-    """What changed between two states."""
+    """Events: the differences between two states."""
 
     def changes(self, before: ResourceStatus, now: ResourceStatus) -> list[tuple[str, bool]]:
         return [(event.text, event.bad) for event in events_between(before, now, 0.0)]
 
     def test_nothing_happened_is_nothing_said(self) -> None:
-        """Equal states, and the very first one, give no event."""
+        """Equal states, and the first state, give no event."""
         one = resource("a", held={"a": [MAIN]})
         assert self.changes(one, one) == []
         assert events_between(None, one, 0.0) == []
 
     def test_devices_change(self) -> None:
-        """Devices that come, go, fall ill and get well again."""
+        """Devices that appear, vanish, fail and recover are events."""
         before = resource("a", "b", "c")
         ill = Device("a", health=Health.UNHEALTHY, message="XID 79")
         now = replace(before, snapshot=merged(before.snapshot, [ill, Device("b"), Device("d")]))
@@ -316,7 +316,7 @@ class TestEvents:
         ]
 
     def test_a_device_that_is_forgotten_has_vanished_before(self) -> None:
-        """Each vanishing is one event, also if the device was forgotten before anything looked."""
+        """A device that vanishes is one event, also if it was forgotten at once."""
         there = resource("a", "b")
         gone = replace(there, snapshot=merged(there.snapshot, [Device("b")]))
         without = resource("b")
@@ -325,13 +325,13 @@ class TestEvents:
         assert self.changes(gone, without) == [("a is removed: it is unlisted and has no holder", False)]
 
     def test_the_first_list_is_no_event(self) -> None:
-        """Devices that are there from the start did not appear, but an unhealthy one among them is an event."""
+        """Devices of the first list are no events, except an unhealthy one."""
         assert self.changes(resource(listed=False), resource("a")) == []
         ill = resource("a", Device("b", health=Health.UNHEALTHY, message="XID 79"))
         assert self.changes(resource(listed=False), ill) == [("b is unhealthy: XID 79", True)]
 
     def test_an_adopted_plugin_that_is_not_there_is_a_problem(self) -> None:
-        """The agent is ready: it has to be there first."""
+        """An adopted plugin that is not connected is a problem, and the agent is ready."""
         one = resource(listed=False, registered=False, vendor=VendorConnection(connected=False, since=60.0))
         view = Still(one).observer().view()
         assert view.unready == ()
@@ -340,7 +340,7 @@ class TestEvents:
         )
 
     def test_an_adopted_plugin_that_does_not_answer_is_a_problem(self) -> None:
-        """Once a call has waited for long: some take their time."""
+        """An adopted plugin with a call unanswered for `UNANSWERED` seconds is a problem; a shorter wait is none."""
         hangs, works = (
             VendorConnection(connected=True, since=1.0, unanswered=at)
             for at in (time.time() - UNANSWERED, time.time() - UNANSWERED / 2)
@@ -350,7 +350,7 @@ class TestEvents:
         assert Still(resource("a", vendor=works)).observer().view().problems == ()
 
     def test_a_kubelet_that_does_not_answer_is_a_problem(self) -> None:
-        """It has registered all of it, so the agent is ready."""
+        """A kubelet that does not answer is a problem, and the agent is ready."""
         still = Still(resource("a"))
         still.kubelet_answers, still.kubelet_silent = False, 60.0
         view = still.observer().view()
@@ -360,7 +360,7 @@ class TestEvents:
         )
 
     def test_a_kubelet_that_does_not_follow_the_list(self) -> None:
-        """A registration that the kubelet took once is not enough to be ready; why there is none is said."""
+        """If the kubelet does not follow the list or the registration failed, the resource is not ready."""
         one = replace(resource("a"), live=False)
         assert Still(one).observer().view().unready == (
             f"{RESOURCE}: registered, but the kubelet does not follow its list of devices",
@@ -372,13 +372,13 @@ class TestEvents:
         )
 
     def test_an_adopted_plugin_that_goes_is_said(self) -> None:
-        """Its coming is good."""
+        """An adopted plugin that disconnects is a bad event; one that connects is not bad."""
         here, gone = (resource("a", vendor=VendorConnection(connected=one, since=1.0)) for one in (True, False))
         assert self.changes(here, gone) == [("the vendor's plugin has disconnected", True)]
         assert self.changes(gone, here) == [("the vendor's plugin has connected", False)]
 
     def test_registration_and_restarts_are_said(self) -> None:
-        """Losing the kubelet is bad, finding it again is not."""
+        """The loss of the registration is a bad event; registration and kubelet restarts are not bad."""
         on, off = resource("a"), resource("a", registered=False)
         assert self.changes(on, off) == [("not registered with the kubelet any more", True)]
         assert self.changes(off, on) == [("registered with the kubelet", False)]
@@ -386,7 +386,7 @@ class TestEvents:
         assert self.changes(on, later) == [("the kubelet restarted (2 times so far)", False)]
 
     def test_trouble_is_said(self) -> None:
-        """A source that fails and allocations that were refused."""
+        """A failed source and refused allocations are bad events; a source that works again is not bad."""
         before, now = resource("a"), resource("a", source_error="OSError: no", refusals={"unhealthy": 2})
         assert self.changes(before, now) == [
             ("its source failed: OSError: no", True),
@@ -395,13 +395,13 @@ class TestEvents:
         assert self.changes(replace(before, source_error="x"), before) == [("its source works again", False)]
 
     def test_holders_come_and_go(self) -> None:
-        """A device that is allocated, and that is free again, is an event."""
+        """A device that gets a holder and a device that comes free are events."""
         free, held = resource("a"), resource("a", held={"a": [MAIN]})
         assert self.changes(free, held) == [("a went to team/train (main)", False)]
         assert self.changes(held, free) == [("a came free", False)]
 
     def test_events_are_kept_but_not_for_ever(self) -> None:
-        """The last hundred stay."""
+        """The last 100 events are kept."""
         still = Still(resource("a"))
         observer = still.observer()
         for count in range(120):
@@ -413,7 +413,7 @@ class TestEvents:
         observer.note(still.status())
 
     def test_what_providers_tell_is_among_the_events(self) -> None:
-        """Moves and claims are in order with what happened to the devices."""
+        """Events of providers are in order of time with those of the resources."""
 
         class Telling:
             name = "bridge"
@@ -439,7 +439,7 @@ class TestEvents:
     async def test_an_error_does_not_end_the_watch(
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
-        """Whatever goes wrong is logged, and the next status is noted."""
+        """An exception while events are recorded is logged, and the next status is recorded."""
         still = Still(resource("a"))
         observer = still.observer()
         monkeypatch.setattr(observer, "TICK", 0.001)
@@ -462,7 +462,7 @@ class TestEvents:
 
 
 async def test_a_source_that_was_replaced_is_measured_anew() -> None:
-    """After a reload the new source is asked, and the old one's values are gone."""
+    """After a reload the new source is measured in place of the old one."""
     still = Still(resource("a"))
     first, second = Source(), Source()
     still.sources = {RESOURCE: first}

@@ -1,4 +1,4 @@
-"""The HTTP server: nobody can keep a scrape out, secrets may change, nothing can be written."""
+"""The HTTP server: clients cannot block a scrape, secrets may change, and it is read-only."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def connect(server: Server) -> socket.socket:
 
 
 def read(client: socket.socket) -> bytes:
-    """Return all that comes until the end."""
+    """Read until the end of the connection."""
     pieces = []
     with contextlib.suppress(ConnectionError):
         while piece := client.recv(65536):
@@ -98,13 +98,13 @@ def read(client: socket.socket) -> bytes:
 
 
 def is_cut(client: socket.socket) -> bool:
-    """Read to the end."""
+    """Read to the end; return whether the connection was cut."""
     read(client)
     return True
 
 
 class TestAddress:
-    """Where to listen."""
+    """Listen addresses."""
 
     @pytest.mark.parametrize(
         ("address", "wanted"),
@@ -126,13 +126,13 @@ class TestAddress:
             parse_address(address)
 
     def test_address_in_use_is_an_error(self, serve: Callable[..., Server]) -> None:
-        """Two servers at one address: the second one says so."""
+        """A second server at an address in use is an error."""
         server = serve()
         with pytest.raises(OSError, match="in use"):
             listen(server.address)
 
     def test_unknown_host_is_an_error_that_names_it(self) -> None:
-        """A name that nobody knows is said."""
+        """An unknown host is an error that names it."""
         with pytest.raises(OSError, match=r"nowhere\.invalid"):
             listen("nowhere.invalid:0")
 
@@ -148,7 +148,7 @@ class TestAddress:
             assert connection.getresponse().read() == b"one 1\n"
 
     def test_an_ipv6_address_is_served(self, serve: Callable[..., Server]) -> None:
-        """[::1]:port works and is told with its brackets."""
+        """[::1]:port is served and shown with its brackets."""
         if not socket.has_dualstack_ipv6():
             pytest.skip("this machine has no IPv6")
         server = serve("[::1]:0")
@@ -157,14 +157,14 @@ class TestAddress:
 
 
 class TestAnswers:
-    """What comes back."""
+    """Answers to requests."""
 
     def test_route_sees_what_was_asked_for(self, serve: Callable[..., Server]) -> None:
-        """Path, query and headers are told apart."""
+        """A route gets path, query and headers."""
         assert get(serve(), "/said?a=b", X_Y="z")[1] == b"/said a=b z"
 
     def test_unknown_path_names_the_known_ones(self, serve: Callable[..., Server]) -> None:
-        """404 helps those who guess."""
+        """An unknown path gets 404 with the known paths."""
         status, body, _ = get(serve(), "/metric")
         assert status == 404
         assert b"/metrics" in body
@@ -175,12 +175,12 @@ class TestAnswers:
             assert get(serve(), method=method)[0] == 501
 
     def test_head_has_no_body(self, serve: Callable[..., Server]) -> None:
-        """HEAD answers with the length alone."""
+        """HEAD has the length and no body."""
         status, body, headers = get(serve(), method="HEAD")
         assert (status, body, headers["Content-Length"]) == (200, b"", "6")
 
     def test_long_answers_are_compressed_on_demand(self, serve: Callable[..., Server]) -> None:
-        """gzip for those who take it, nothing for those who do not, never for what is short."""
+        """Long answers are compressed with gzip for clients that accept it; short ones are not."""
         server = serve()
         _, packed, headers = get(server, "/long", Accept_Encoding="br, gzip;q=0.5")
         assert headers["Content-Encoding"] == "gzip"
@@ -190,7 +190,7 @@ class TestAnswers:
         assert get(server, Accept_Encoding="gzip")[1] == b"one 1\n"
 
     def test_one_connection_is_one_request(self, serve: Callable[..., Server]) -> None:
-        """Who sends several requests at once gets one answer, and the end of the connection."""
+        """A client that sends several requests at once gets one answer, and the connection ends."""
         server = serve()
         for count in (300, 1):
             with connect(server) as client:
@@ -200,7 +200,7 @@ class TestAnswers:
     def test_a_route_that_fails_says_so_and_the_rest_goes_on(
         self, serve: Callable[..., Server], caplog: pytest.LogCaptureFixture
     ) -> None:
-        """500 with the error; it is logged; the next request is answered."""
+        """A route that raises gives 500 with the error, which is logged; the next request is answered."""
         server = serve()
         status, body, _ = get(server, "/failing")
         assert (status, body) == (500, b"ValueError: not today\n")
@@ -213,7 +213,7 @@ class TestAnswers:
     def test_garbage_harms_nobody(
         self, garbage: bytes, serve: Callable[..., Server], caplog: pytest.LogCaptureFixture
     ) -> None:
-        """What is no HTTP ends its own connection; nothing is logged."""
+        """Bytes that are no HTTP end their own connection, without a log line."""
         server = serve()
         with connect(server) as client:
             with contextlib.suppress(ConnectionError):
@@ -225,7 +225,7 @@ class TestAnswers:
 
 
 class TestRequests:
-    """What is asked for, read by the standard library."""
+    """Requests as the standard library parses them."""
 
     @pytest.mark.parametrize(
         ("target", "status", "body"),
@@ -244,7 +244,7 @@ class TestRequests:
     def test_path_is_what_the_target_says(
         self, target: str, status: int, body: bytes, serve: Callable[..., Server], tmp_path: Path
     ) -> None:
-        """Neither a query nor a host in the target leads to another page, or past the token."""
+        """A query or host in the target neither selects another page nor avoids the token."""
         (tmp_path / "token").write_text("s3cret")
         with connect(serve(token=Token(tmp_path / "token"))) as client:
             client.sendall(f"GET {target} HTTP/1.1\r\n\r\n".encode())
@@ -264,20 +264,20 @@ class TestRequests:
         ],
     )
     def test_what_is_no_request_is_refused(self, head: bytes, status: int, serve: Callable[..., Server]) -> None:
-        """With the status that says what is wrong."""
+        """An invalid request gets the status of its error."""
         with connect(serve()) as client:
             client.sendall(head + b"\r\n\r\n")
             assert read(client).startswith(f"HTTP/1.0 {status} ".encode())
 
     def test_requests_may_come_in_pieces(self, serve: Callable[..., Server]) -> None:
-        """A head may be cut anywhere."""
+        """A request may come byte by byte."""
         with connect(serve()) as client:
             for byte in b"GET /healthz HTTP/1.1\r\nA: b\r\n\r\n":
                 client.sendall(bytes([byte]))
             assert read(client).startswith(b"HTTP/1.0 200 OK\r\n")
 
     def test_a_head_has_a_limit(self, serve: Callable[..., Server]) -> None:
-        """An endless line is not gathered."""
+        """A request line without end is cut off."""
         server = serve()
         with connect(server) as client:
             with contextlib.suppress(ConnectionError):
@@ -287,10 +287,10 @@ class TestRequests:
 
 
 class TestSharing:
-    """One rendering is for all clients."""
+    """One rendering serves all clients."""
 
     def test_answers_are_shared(self, serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch) -> None:
-        """Many clients of a page cause one rendering for each form that they take it in."""
+        """Clients of one page share one rendering for each key, compressed or not."""
         monkeypatch.setattr(web, "LIFETIME", 600.0)
         renderings: list[object] = []
 
@@ -306,7 +306,7 @@ class TestSharing:
         assert sorted(map(str, renderings)) == ["", "", "other"]
 
     def test_answers_are_made_anew(self, serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch) -> None:
-        """After its time an answer is not used again."""
+        """After its lifetime an answer is rendered again."""
         renderings = iter(range(10))
         server = serve(routes={"/page": Route(lambda key: Answer(b"%d" % next(renderings)))})
         monkeypatch.setattr(web, "LIFETIME", 0.0)
@@ -314,7 +314,7 @@ class TestSharing:
         assert [get(server, "/page")[1] for _ in range(2)] == [b"0", b"1"]
 
     def test_what_takes_long_is_used_long(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """An answer is used ten times as long as its rendering took of the processor."""
+        """An answer is used ten times as long as its rendering took of processor time."""
         now, used = [100.0], [0.0]
         monkeypatch.setattr(time, "monotonic", lambda: now[0])
         monkeypatch.setattr(time, "thread_time", lambda: used[0])
@@ -332,7 +332,7 @@ class TestSharing:
             assert len(renderings) == count
 
     def test_nobody_waits_for_another_one_s_rendering(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """While an answer is made anew, or one of a route with the same lock, others get the old one for a while."""
+        """While a route with the same lock renders, other clients get the old answer for a while."""
         now = [100.0]
         monkeypatch.setattr(time, "monotonic", lambda: now[0])
         begun, released, lock = threading.Event(), threading.Event(), threading.Lock()
@@ -360,7 +360,7 @@ class TestSharing:
     def test_few_wait_for_a_page_and_none_for_another(
         self, serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """While a page is rendered for the first time, some wait for it and others are turned away."""
+        """During a page's first rendering two clients wait and the next gets 503; other pages are served."""
         monkeypatch.setattr(web, "MAX_WAITING", 2)
         begun, released = threading.Event(), threading.Event()
         server = serve(
@@ -379,7 +379,7 @@ class TestSharing:
             assert all(client.recv(12) == b"HTTP/1.0 200" for client in clients if client not in ready)
 
     def test_failure_is_not_kept(self, serve: Callable[..., Server]) -> None:
-        """A page that failed once is rendered for the next client."""
+        """A page that failed once is rendered again for the next client."""
         answers = iter((ValueError("once"), Answer(b"good")))
 
         def render(key: object) -> Answer:
@@ -394,7 +394,7 @@ class TestSharing:
     def test_flood_of_requests_keeps_nobody_out(
         self, serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """While 60 clients send 300 requests each, again and again, others are answered, and little is rendered."""
+        """While 60 clients send 300 requests each, other clients are answered, and few pages are rendered."""
         renderings: list[int] = []
 
         def render(key: object) -> Answer:
@@ -425,7 +425,7 @@ class TestSharing:
         assert sum(renderings) <= 1
 
     def test_probes_are_answered_while_no_page_is(self, serve: Callable[..., Server]) -> None:
-        """While the rendering of a page hangs, and more clients ask than there may be, probes are answered."""
+        """While a page's rendering hangs, and more clients wait than allowed, probes are answered."""
         begun, released = threading.Event(), threading.Event()
         render, lock = self.wait(begun, released), threading.Lock()
         pages = {path: Route(render, lock=lock) for path in ("/", "/metrics", "/status")}
@@ -442,11 +442,11 @@ class TestSharing:
 
 
 class TestClients:
-    """Idle and slow ones, and too many."""
+    """Idle and slow clients, and too many of them."""
 
     @pytest.mark.parametrize("tls", [False, True])
     def test_silent_clients_delay_nobody(self, tls: bool, tmp_path: Path, serve: Callable[..., Server]) -> None:
-        """Beside 120 connections that send nothing others are answered, without waiting for one of them to end."""
+        """Beside 120 silent connections other clients are answered, and no silent one has to end."""
         certificate, key = make_certificate(tmp_path, "a") if tls else (None, None)
         limits = ClientLimits(request=600.0)
         server = serve(certificate=Certificate(certificate, key) if certificate else None, limits=limits)
@@ -457,7 +457,7 @@ class TestClients:
             assert select.select(silent, [], [], 0)[0] == []
 
     def test_idle_clients_do_not_keep_a_scrape_out(self, serve: Callable[..., Server]) -> None:
-        """With as many connections as there may be, all of them idle, a scrape is answered at once."""
+        """With as many idle connections as allowed a scrape is answered at once; an idle one is cut."""
         server = serve(limits=ClientLimits(connections=4))
         with contextlib.ExitStack() as stack:
             idle = [stack.enter_context(connect(server)) for _ in range(12)]
@@ -468,7 +468,7 @@ class TestClients:
             assert server.connections <= 4
 
     def test_clients_that_do_not_read_do_not_keep_a_scrape_out(self, serve: Callable[..., Server]) -> None:
-        """Those who ask and do not take the answer are let go, too."""
+        """Clients that do not read their answers are cut for a scrape as well."""
         server = serve(limits=ClientLimits(connections=2))
         with contextlib.ExitStack() as stack:
             for _ in range(4):
@@ -477,7 +477,7 @@ class TestClients:
             assert get(server)[0] == 200
 
     def test_those_who_work_stay(self, serve: Callable[..., Server]) -> None:
-        """Idle clients are let go before one whose answer is under way."""
+        """Idle clients are cut before a client that reads its answer."""
         server = serve(limits=ClientLimits(connections=3))
         with connect(server) as reader, contextlib.ExitStack() as stack:
             reader.sendall(b"GET /huge HTTP/1.1\r\nConnection: close\r\n\r\n")
@@ -491,7 +491,7 @@ class TestClients:
         assert length > 64 * 1024 * 1024
 
     def test_a_request_has_a_deadline(self, serve: Callable[..., Server]) -> None:
-        """Who sends a byte now and then is cut off all the same."""
+        """A client that sends a request too slowly is cut off."""
         server = serve(limits=ClientLimits(request=0.3))
         with connect(server) as client:
             over = threading.Event()
@@ -509,7 +509,7 @@ class TestClients:
             thread.join()
 
     def test_an_answer_has_a_deadline(self, serve: Callable[..., Server]) -> None:
-        """Who does not take an answer is cut off."""
+        """A client that does not read its answer is cut off."""
         server = serve(limits=ClientLimits(answer=0.2))
         with connect(server) as client:
             client.sendall(b"GET /huge HTTP/1.1\r\n\r\n")
@@ -518,7 +518,7 @@ class TestClients:
             assert is_cut(client)
 
     def test_without_file_descriptors_somebody_has_to_go(self, caplog: pytest.LogCaptureFixture) -> None:
-        """When no client can be accepted, one that waits is let go, and the scrape is answered then."""
+        """Without file descriptors an idle client is cut, and the scrape is answered."""
         deadline = time.monotonic() + 10
 
         class Full(socket.socket):
@@ -547,7 +547,7 @@ class TestClients:
     def test_without_threads_a_client_is_turned_away(
         self, serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
-        """When no thread can be started, that client goes; the next one may have more luck."""
+        """If no thread can be started, that client is cut; the next one is answered."""
         server = serve()
         start, failing = threading.Thread.start, [True]
 
@@ -564,7 +564,7 @@ class TestClients:
         assert get(server)[0] == 200
 
     def test_closing_ends_everybody(self, serve: Callable[..., Server]) -> None:
-        """After the end nobody is connected and the address is free."""
+        """After the end no client is connected, and the address is free."""
         server = Server(listen("127.0.0.1:0"), routes())
         address = server.address
         server.start()
@@ -593,10 +593,10 @@ def trusting(certificate: Path) -> ssl.SSLContext:
 
 
 class TestCertificate:
-    """TLS by files that change."""
+    """TLS with files that may change."""
 
     def test_served_with_tls(self, tmp_path: Path, serve: Callable[..., Server]) -> None:
-        """A client that trusts the certificate is answered; plain HTTP is not."""
+        """A client that trusts the certificate is answered over TLS; plain HTTP is not."""
         certificate, key = make_certificate(tmp_path, "a")
         server = serve(certificate=Certificate(certificate, key))
         assert get(server, tls=trusting(certificate))[:2] == (200, b"one 1\n")
@@ -608,7 +608,7 @@ class TestCertificate:
     def test_renewed_files_are_used_from_the_next_connection_on(
         self, tmp_path: Path, serve: Callable[..., Server]
     ) -> None:
-        """A certificate that was renewed needs no restart."""
+        """A renewed certificate is used for new connections without a restart."""
         certificate, key = make_certificate(tmp_path, "a")
         server = serve(certificate=Certificate(certificate, key))
         old = trusting(certificate)
@@ -623,7 +623,7 @@ class TestCertificate:
     def test_half_a_renewal_changes_nothing(
         self, tmp_path: Path, serve: Callable[..., Server], caplog: pytest.LogCaptureFixture
     ) -> None:
-        """While key and certificate do not belong together, the old ones go on; it is said once."""
+        """While key and certificate do not fit, the old ones are used, and the log says so once."""
         certificate, key = make_certificate(tmp_path, "a")
         server = serve(certificate=Certificate(certificate, key))
         trusted = trusting(certificate)
@@ -640,7 +640,7 @@ class TestCertificate:
         assert get(server, tls=trusting(certificate))[0] == 200
 
     def test_clients_that_do_not_shake_hands_are_cut(self, tmp_path: Path, serve: Callable[..., Server]) -> None:
-        """The handshake counts as part of the request, and blocks nobody else."""
+        """A client without a handshake is cut after the request's time, and blocks no other client."""
         certificate, key = make_certificate(tmp_path, "a")
         server = serve(certificate=Certificate(certificate, key), limits=ClientLimits(request=0.5, connections=2))
         with contextlib.ExitStack() as stack:
@@ -649,7 +649,7 @@ class TestCertificate:
             assert all(is_cut(client) for client in idle)
 
     def test_key_and_certificate_may_be_one_file(self, tmp_path: Path, serve: Callable[..., Server]) -> None:
-        """Without a key's file the certificate's own is looked into."""
+        """Without a key file the key is read from the certificate's file."""
         certificate, key = make_certificate(tmp_path, "a")
         both = tmp_path / "both.pem"
         both.write_bytes(certificate.read_bytes() + key.read_bytes())
@@ -658,7 +658,7 @@ class TestCertificate:
     def test_clients_need_a_certificate_where_an_authority_is_given(
         self, tmp_path: Path, serve: Callable[..., Server]
     ) -> None:
-        """With client_ca, pages are for those with a certificate of it; probes need none, others' are refused."""
+        """With client_ca pages need a certificate of that authority; probes need none, and any other is refused."""
         certificate, key = make_certificate(tmp_path, "a")
         mine, mine_key = make_certificate(tmp_path, "mine")
         other, other_key = make_certificate(tmp_path, "other")
@@ -677,7 +677,7 @@ class TestCertificate:
             Certificate(certificate, key, mine)
 
     def test_least_version_of_tls_can_be_raised(self, tmp_path: Path, serve: Callable[..., Server]) -> None:
-        """A client of TLS 1.2 is served by default, and refused where 1.3 is the least."""
+        """A client of TLS 1.2 is served by default, and refused if the minimum is 1.3."""
         certificate, key = make_certificate(tmp_path, "a")
         old = trusting(certificate)
         old.maximum_version = ssl.TLSVersion.TLSv1_2
@@ -688,7 +688,7 @@ class TestCertificate:
             get(strict, tls=old)
 
     def test_unusable_files_are_an_error_that_names_them(self, tmp_path: Path) -> None:
-        """At the start a certificate that cannot be used ends the start, and says which file it is."""
+        """An unusable certificate ends the start with an error that names the file."""
         certificate, key = make_certificate(tmp_path, "a")
         with pytest.raises(OSError, match=r"no\.crt: No such file"):
             Certificate(tmp_path / "no.crt", key)
@@ -700,7 +700,7 @@ class TestCertificate:
 
 
 class TestToken:
-    """Who may read."""
+    """Access with a token."""
 
     @pytest.fixture
     def path(self, tmp_path: Path) -> Path:
@@ -709,7 +709,7 @@ class TestToken:
         return path
 
     def test_without_the_token_there_is_nothing_to_see(self, path: Path, serve: Callable[..., Server]) -> None:
-        """401, and what is wanted, for all that is not open."""
+        """Without the token all pages that need it give 401 with the scheme."""
         server = serve(token=Token(path))
         for authorization in ("", "Bearer", "Bearer wrong", "Bearer s3cret1", "s3cret", "Basic s3cret", "Basic czNj"):
             status, body, headers = get(server, Authorization=authorization)
@@ -719,11 +719,11 @@ class TestToken:
         assert get(server, "/healthz")[0] == 200
 
     def test_the_token_opens(self, path: Path, serve: Callable[..., Server]) -> None:
-        """A bearer is let in."""
+        """A bearer token gives access."""
         assert get(serve(token=Token(path)), Authorization="bearer  s3cret")[0] == 200
 
     def test_browsers_may_give_it_as_a_password(self, path: Path, serve: Callable[..., Server]) -> None:
-        """A browser is asked for a password, and the token is one, whatever the user's name."""
+        """A browser may send the token as the password, with any user name."""
         server = serve(token=Token(path))
         assert get(server, Accept="text/html,*/*")[2]["WWW-Authenticate"] == 'Basic realm="deviceplugin"'
         assert get(server, Authorization=f"Basic {b64encode(b'me:s3cret').decode()}")[0] == 200
@@ -731,7 +731,7 @@ class TestToken:
     def test_a_token_that_changes_counts_at_once(
         self, path: Path, serve: Callable[..., Server], caplog: pytest.LogCaptureFixture
     ) -> None:
-        """A rotated token needs no restart; while the file is away or empty, the old one counts."""
+        """A changed token counts at once; while its file is missing or empty, the old token counts."""
         caplog.set_level(logging.INFO)
         server = serve(token=Token(path))
         path.unlink()
@@ -744,7 +744,7 @@ class TestToken:
         assert "s3cret" not in caplog.text
 
     def test_no_token_is_an_error_that_names_the_file(self, path: Path) -> None:
-        """At the start a file that is missing or empty ends the start: it must not mean that all may read."""
+        """A missing or empty token file ends the start, since it must not give access to all."""
         path.write_text(" \n")
         with pytest.raises(OSError, match="token: it is empty"):
             Token(path)

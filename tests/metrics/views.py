@@ -1,4 +1,4 @@
-"""An agent that stands still, for tests of what is seen of one."""
+"""An agent whose state a test sets, for tests of views."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RESOURCE = "example.com/gpu"
 
 
 class Source(DeviceSource):
-    """A source that is never watched. load: what it measures, by device and quantity."""
+    """A source that is never watched. load: the result of `measure`, by device and quantity."""
 
     resource = RESOURCE
 
@@ -50,7 +50,7 @@ def resource(
     vendor: VendorConnection | None = None,
     **statistics: Any,
 ) -> ResourceStatus:
-    """One resource with these devices and holders (by the kubelet's ids)."""
+    """Return a resource with these devices, and with holders by the kubelet's ids."""
     snapshot = InventorySnapshot(name)
     if listed:
         made = [Device(one) if isinstance(one, str) else one for one in devices]
@@ -72,7 +72,7 @@ def resource(
 
 
 class Still:
-    """What an Observer asks of an agent, as it is set here."""
+    """The parts of an agent that an Observer reads; a test sets them."""
 
     def __init__(self, *resources: ResourceStatus) -> None:
         self.resources = list(resources)

@@ -1,4 +1,4 @@
-"""What the log says of devices: events at INFO, each with its fields."""
+"""Log lines about devices: events at INFO, with fields."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def said(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def test_a_devices_life_is_in_the_log(inventory: Inventory, caplog: pytest.LogCaptureFixture) -> None:
-    """Listed, failed with the reason, recovered, vanished, appeared."""
+    """A device that is listed, fails, recovers, vanishes or appears has a log line, with the reason."""
     inventory.publish([Device("a"), Device("b", health=Health.UNHEALTHY, message="no fan")])
     assert said(caplog) == [
         f"INFO {R}: the source lists 2 devices (1 healthy, 1 unhealthy)",
@@ -55,7 +55,7 @@ def test_a_devices_life_is_in_the_log(inventory: Inventory, caplog: pytest.LogCa
 
 
 def test_the_holder_of_a_broken_device_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    """A device that fails or vanishes while a pod has it is a warning with the pod, however many others change."""
+    """A device that fails or vanishes while a pod holds it is a warning with the pod, whatever else changes."""
     caplog.set_level(logging.INFO)
     made = Inventory(R)
     made.subscribe(InventoryLog(R, lambda device: "pod team/train" if device == "z" else ""))
@@ -71,7 +71,7 @@ def test_the_holder_of_a_broken_device_is_said(caplog: pytest.LogCaptureFixture)
 
 
 def test_many_changes_at_once_are_few_lines(inventory: Inventory, caplog: pytest.LogCaptureFixture) -> None:
-    """The first have a line each, the others are counted."""
+    """Of many changes at once the first have a line each, and the rest is counted."""
     inventory.publish([])
     said(caplog)
     inventory.publish([Device(str(number)) for number in range(SHOWN + 3)])
@@ -81,7 +81,7 @@ def test_many_changes_at_once_are_few_lines(inventory: Inventory, caplog: pytest
 
 
 def test_allocations_are_counted_by_pod(caplog: pytest.LogCaptureFixture) -> None:
-    """The numbers are at INFO, the names at DEBUG; what stays held is said once."""
+    """Numbers of devices are logged by pod at INFO, names at DEBUG; unchanged holders are logged once."""
     log = HolderLog({"u1": "team/train"}.__getitem__)
     held = [Allocation("u1", "main", R, one) for one in ("a", "b")]
     with caplog.at_level(logging.INFO):
@@ -98,7 +98,7 @@ def test_allocations_are_counted_by_pod(caplog: pytest.LogCaptureFixture) -> Non
 
 
 def test_a_pod_that_has_ended_keeps_its_name(caplog: pytest.LogCaptureFixture) -> None:
-    """The kubelet lists it no more when its devices come free."""
+    """The line about a pod that gave back its devices has the pod's name, though the kubelet no longer lists it."""
     names = {"u1": "team/train"}
     log = HolderLog(lambda uid: names.get(uid, uid))
     with caplog.at_level(logging.INFO):
@@ -110,7 +110,7 @@ def test_a_pod_that_has_ended_keeps_its_name(caplog: pytest.LogCaptureFixture) -
 
 
 def test_what_was_held_before_was_not_just_allocated(caplog: pytest.LogCaptureFixture) -> None:
-    """An agent that starts says what pods have, not that they got it."""
+    """The first line after a start says what a pod has, not what it got."""
     with caplog.at_level(logging.INFO):
         HolderLog({"u1": "team/train"}.__getitem__)([Allocation("u1", "main", R, "a")])
         assert said(caplog) == [f"INFO {R}: pod team/train has 1 device"]
@@ -119,7 +119,7 @@ def test_what_was_held_before_was_not_just_allocated(caplog: pytest.LogCaptureFi
 def test_json_lines_have_fields_and_text_lines_do_not_repeat_them(
     fake_kubelet: FakeKubelet, served: Callable[..., Served], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Resource, device and pod of an agent's lines are fields of their own."""
+    """Resource, device and pod are fields of a JSON line."""
     caplog.set_level(logging.DEBUG)
     served(SimulatedSource(1, resource=R), report_holders=True, period=0.05)
     fake_kubelet.run_pod("p", {R: 1})

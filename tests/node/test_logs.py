@@ -1,4 +1,4 @@
-"""What the process says: lines for people and objects for machines."""
+"""Log lines: text for people, JSON for programs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_text_is_a_line_for_people() -> None:
 
 
 def test_text_on_a_terminal_is_shorter() -> None:
-    """On a terminal the time of day is enough."""
+    """On a terminal a text line has the time of day without the date."""
     out = Terminal()
     logs.setup("text", "info", out)
     logging.getLogger("other").warning("hello")
@@ -84,7 +84,7 @@ def test_json_is_an_object_a_line() -> None:
     ],
 )
 def test_a_line_begins_with_what_it_is_about(extra: dict[str, str], text: str) -> None:
-    """That is its first field, if it is a resource or a driver; fields that the message has are not repeated."""
+    """A text line begins with its first field if that is a resource or driver; fields in the message are left out."""
     record = logging.makeLogRecord({"name": "n", "levelname": "INFO", "msg": "device d0 is back", **extra})
     assert logs.TextFormatter().format(record).partition(" n: ")[2] == text
     line = json.loads(logs.JsonFormatter().format(record))
@@ -99,7 +99,7 @@ def test_json_carries_the_traceback() -> None:
 
 
 def test_extra_fields_do_not_hide_the_message() -> None:
-    """Extra fields that are called like one of ours lose."""
+    """Extra fields with a name of the format's own fields are dropped."""
     record = logging.makeLogRecord({"name": "x", "msg": "true", "levelname": "INFO", "level": "9", "ts": "never"})
     said = json.loads(logs.JsonFormatter().format(record))
     assert (said["level"], said["msg"], said["ts"] != "never") == ("info", "true", True)
@@ -125,7 +125,7 @@ def test_whatever_is_logged_is_one_line_of_json(message: str, extra: dict[str, o
 
 
 def test_cycles_are_said_somehow() -> None:
-    """An extra field that contains itself does not cost the line."""
+    """An extra field that contains itself is written as [[...]]."""
     cycle: list[object] = []
     cycle.append(cycle)
     line = logs.JsonFormatter().format(logging.makeLogRecord({"name": "x", "msg": "m", "cycle": cycle}))
@@ -143,7 +143,7 @@ class Untellable:
 def test_a_librarys_mistake_does_not_cost_the_line(
     format_: Literal["text", "json"], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Arguments that do not fit their message, or cannot be told, leave the message, and no traceback beside it."""
+    """A record with wrong arguments, or with values without a text, is logged by its message, without a traceback."""
     out = io.StringIO()
     logs.setup(format_, "info", out)
     logging.getLogger("x").info("first %d", "x")
@@ -175,7 +175,7 @@ raise RuntimeError("at last")
 
 
 def test_what_nobody_catches_is_json_too() -> None:
-    """Errors that end a thread, a finalizer or the process are objects on a line like everything else."""
+    """Errors that end a thread, a finalizer or the process are JSON lines as well."""
     ended = subprocess.run([sys.executable, "-c", UNCAUGHT], capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 1
     said = [json.loads(line) for line in ended.stderr.splitlines()]
@@ -188,7 +188,7 @@ def test_what_nobody_catches_is_json_too() -> None:
 
 
 def test_level_is_a_floor() -> None:
-    """What is below the level is not written, and libraries speak up from warnings on."""
+    """Lines below the level are not written; libraries log from warnings on."""
     out = io.StringIO()
     logs.setup("text", "debug", out)
     logging.getLogger("deviceplugin").debug("seen")
@@ -200,7 +200,7 @@ def test_level_is_a_floor() -> None:
 
 
 def test_setup_replaces_what_was_set_up() -> None:
-    """Set up twice, each line is written once."""
+    """After a second setup each line is written once."""
     out = io.StringIO()
     logs.setup("text", "info", out)
     logs.setup("json", "info", out)
@@ -209,7 +209,7 @@ def test_setup_replaces_what_was_set_up() -> None:
 
 
 def test_python_warnings_are_logged() -> None:
-    """A library's Python warning is a line like any other, not text in between."""
+    """A Python warning is a log line as well."""
     out = io.StringIO()
     logs.setup("json", "info", out)
     with warnings.catch_warnings():
@@ -222,6 +222,6 @@ def test_python_warnings_are_logged() -> None:
 
 @pytest.mark.parametrize(("format_", "level"), [("xml", "info"), ("text", "loud")])
 def test_unknown_format_or_level_is_refused(format_: str, level: str) -> None:
-    """A format or level that there is not is an error that names those that there are."""
+    """An unknown format or level is an error that names the known ones."""
     with pytest.raises(ValueError, match="text or json, at debug, info, warning, error"):
         logs.setup(format_, level)  # type: ignore[arg-type]

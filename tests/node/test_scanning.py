@@ -1,4 +1,4 @@
-"""When the holders of devices are looked for."""
+"""When scans look for the holders of devices."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NEVER = 1000.0
 
 
 class Scans:
-    """Counts scans in place of reading evidence. failing: the exception that scans raise. answer: lets scans end."""
+    """Counts scans. failing: the exception that a scan raises. answer: a scan ends once this is set."""
 
     def __init__(self, period: float, register: Register | None) -> None:
         self.snapshot = HolderSnapshot()
@@ -61,7 +61,7 @@ async def scanning_grants(period: float = NEVER, register: Register | None = Non
 
 
 async def test_grants_that_follow_each_other_without_end_are_scanned_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A grant is to be found in the checkpoint soon, also while pods start all the time."""
+    """Grants that follow each other without a pause are scanned for within `BURST` seconds."""
     monkeypatch.setattr(scanning, "SOON", 0.02)
     monkeypatch.setattr(scanning, "BURST", 0.1)
 
@@ -79,7 +79,7 @@ async def test_grants_that_follow_each_other_without_end_are_scanned_for(monkeyp
 
 
 async def test_grants_that_come_together_share_a_scan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A scan has the kubelet write its checkpoint: once for the containers of a pod."""
+    """Grants within `SOON` seconds share one scan, since each scan has the kubelet write its checkpoint."""
     monkeypatch.setattr(scanning, "SOON", 0.2)
     monkeypatch.setattr(scanning, "BURST", NEVER)
     async with scanning_grants() as scanner, asyncio.timeout(20):
@@ -92,11 +92,11 @@ async def test_grants_that_come_together_share_a_scan(monkeypatch: pytest.Monkey
 
 
 async def test_a_grant_at_the_end_of_a_period_is_asked_about(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The wait for the kubelet's checkpoint is not cut off: the scan would not ask for it before the next period."""
-    monkeypatch.setattr(scanning, "SOON", 0.5)  # beyond the end of the period
+    """A grant just before the end of a period is in the next scan, which asks for its device."""
+    monkeypatch.setattr(scanning, "SOON", 0.5)  # later than the end of the period
     register = Register()
     async with scanning_grants(0.2, register) as scanner, asyncio.timeout(20):
-        await asyncio.sleep(0)  # it waits
+        await asyncio.sleep(0)  # until the scanner waits
         await register.grant("example.com/r", {"a": "a"})
         scanner.wanted.set()
         await scanner.came.wait()
@@ -104,7 +104,7 @@ async def test_a_grant_at_the_end_of_a_period_is_asked_about(monkeypatch: pytest
 
 
 async def test_a_grant_whose_container_is_not_named_is_asked_about_whatever_is_served() -> None:
-    """Its resource may have been dropped since; else a rejected pod's device would be held for ever."""
+    """A pending grant of a resource that is no longer served is asked about as well."""
     register = Register()
     await register.grant("example.com/dropped", {"a": "a"})
     async with scanning_grants(0.01, register) as scanner, asyncio.timeout(20):
@@ -113,7 +113,7 @@ async def test_a_grant_whose_container_is_not_named_is_asked_about_whatever_is_s
 
 
 async def test_a_device_that_somebody_waits_for_is_looked_at_often() -> None:
-    """Its holder is a pod by limits; while nobody waits, or for what no pod has, the period is as always."""
+    """While a claim waits for a device that a pod holds, scans follow each other; for a free device they do not."""
     register = Register()
     await register.store.do(operations.add_holders([("uid", "main", "example.com/fpga", "d0")], 1.0))
     async with scanning_grants(register=register) as scanner:
@@ -128,14 +128,14 @@ async def test_a_device_that_somebody_waits_for_is_looked_at_often() -> None:
 
 
 async def test_calls_that_come_before_a_reading_begins_share_it() -> None:
-    """A reading has the kubelet write its checkpoint: once for all resources that wait, after they have asked."""
+    """Calls that come before a scan begins share it; later calls share the next one."""
     async with scanning_grants() as scanner, asyncio.timeout(20):
         scanner.answer.clear()
         first = [asyncio.create_task(scanner.scanner.scan({(f"r{number}", "a")})) for number in range(3)]
         await scanner.came.wait()
         assert scanner.wanted_ids == [{("r0", "a"), ("r1", "a"), ("r2", "a")}]
         late = [asyncio.create_task(scanner.scanner.scan({(f"late{number}", "a")})) for number in range(2)]
-        await asyncio.sleep(0)  # they wait
+        await asyncio.sleep(0)  # until the calls wait
         late[0].cancel()
         await asyncio.wait(late[:1])
         scanner.answer.set()
@@ -144,7 +144,7 @@ async def test_calls_that_come_before_a_reading_begins_share_it() -> None:
 
 
 async def test_a_failed_reading_fails_the_calls_that_wait_and_the_next_call_gets_another() -> None:
-    """Each caller gets the exception of its reading, without a wait for the period after it."""
+    """A scan that fails raises in each call that waits for it; the next call gets another scan."""
     async with scanning_grants() as scanner, asyncio.timeout(20):
         scanner.failing = OSError("the disk hangs")
         calls = [asyncio.create_task(scanner.scanner.scan()) for _ in range(2)]
@@ -156,20 +156,20 @@ async def test_a_failed_reading_fails_the_calls_that_wait_and_the_next_call_gets
 
 @pytest.mark.parametrize("begun", [True, False])
 async def test_calls_end_with_the_task_that_makes_the_readings(begun: bool) -> None:
-    """A caller waits for no reading that nobody makes any more, whether its reading has begun or not."""
+    """When the scanner ends, calls that wait for a scan are cancelled."""
     async with scanning_grants() as scanner, asyncio.timeout(20):
         scanner.answer.clear()
         calls = [asyncio.create_task(scanner.scanner.scan())]
         await scanner.came.wait()
         if not begun:
             calls.append(asyncio.create_task(scanner.scanner.scan()))
-            await asyncio.sleep(0)  # it waits
+            await asyncio.sleep(0)  # until the call waits
     await asyncio.wait(calls, timeout=20)
     assert all(call.cancelled() for call in calls)
 
 
 async def test_a_device_that_waits_for_its_last_holder_is_asked_about_in_each_reading() -> None:
-    """What the agent waits for does not depend on how often others ask for readings."""
+    """A scan that is called for one device asks about each pending grant as well."""
     register = Register()
     await register.grant("example.com/r", {"a": "a"})
     async with scanning_grants(register=register) as scanner, asyncio.timeout(20):

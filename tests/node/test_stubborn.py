@@ -1,4 +1,4 @@
-"""Hooks and watches that refuse to be cancelled, and the end of the agent."""
+"""The end of an agent whose hooks or watches refuse to be cancelled."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("which", ["neither", "watch", "edits"])
 def test_the_agent_ends_with_a_stubborn_coroutine(tmp_path: Path, which: str) -> None:
-    """A hook or a `watch` that refuses to be cancelled costs its own call; the process ends with status 0."""
+    """A hook or `watch` that refuses to be cancelled does not keep the agent from ending with status 0."""
     script = tmp_path / "toys.py"
     script.write_text(SCRIPT.format(watch=which == "watch", edits=which == "edits"))
     with FakeKubelet() as kubelet:

@@ -1,4 +1,4 @@
-"""What an agent tells systemd: that it has started, what it does, and that its loop runs."""
+"""What an agent reports to systemd: READY, STATUS, WATCHDOG and STOPPING."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.service_manager import ServiceManagerEnd, service_manager
 
 @pytest.fixture
 def root() -> Iterator[Path]:
-    """A kubelet's root with a short path, as sockets need it."""
+    """A kubelet root with a short path, since the paths of sockets are limited."""
     with tempfile.TemporaryDirectory() as directory:
         yield Path(directory)
 
@@ -33,7 +33,7 @@ def manager() -> Iterator[ServiceManagerEnd]:
 
 @contextlib.contextmanager
 def agent(tmp_path: Path, manager: ServiceManagerEnd, root: Path, devices: str, **environment: str) -> Iterator[int]:
-    """Run an agent as a unit does; yields its pid."""
+    """Run an agent as a systemd unit does; gives its pid."""
     config = tmp_path / "config.yaml"
     config.write_text(f"resources: [{{name: example.com/fpga, devices: [{devices}]}}]")
     command = [sys.executable, "-m", "deviceplugin", "run", f"--config={config}", f"--kubelet-root={root}"]
@@ -58,7 +58,7 @@ class Never(DeviceSource):
 
 run(Never())
 """
-"""An author's agent whose source lists nothing."""
+"""An author's agent whose source never lists devices."""
 
 
 def test_ready_before_the_kubelet(tmp_path: Path, root: Path, manager: ServiceManagerEnd) -> None:
@@ -72,7 +72,7 @@ def test_ready_before_the_kubelet(tmp_path: Path, root: Path, manager: ServiceMa
 
 
 def test_ready_beside_a_socket_of_before_a_reboot(tmp_path: Path, root: Path, manager: ServiceManagerEnd) -> None:
-    """A kubelet that was killed leaves its socket, also over a reboot; where nobody listens there is no kubelet."""
+    """A kubelet.sock without a listener, as after a reboot, does not delay READY."""
     (root / "device-plugins").mkdir()
     with socket.socket(socket.AF_UNIX) as left:
         left.bind(str(root / "device-plugins" / "kubelet.sock"))
@@ -82,7 +82,7 @@ def test_ready_beside_a_socket_of_before_a_reboot(tmp_path: Path, root: Path, ma
 
 
 def test_ready_on_a_node_that_never_had_a_kubelet(tmp_path: Path, manager: ServiceManagerEnd) -> None:
-    """Where there is no directory of the kubelet yet, nothing but the kubelet can make it: the agent has started."""
+    """Without a device plugin directory READY is sent at once: only a kubelet makes that directory."""
     with agent(tmp_path, manager, tmp_path / "none", SIMULATED):
         assert manager.wait_for("READY=") == "1"
 
@@ -95,14 +95,14 @@ def test_ready_beside_a_kubelet(tmp_path: Path, manager: ServiceManagerEnd) -> N
 
 
 def test_watchdog(tmp_path: Path, manager: ServiceManagerEnd) -> None:
-    """The event loop says again and again that it runs, where systemd waits for it."""
+    """If systemd asks for it, the event loop sends WATCHDOG=1 repeatedly."""
     with agent(tmp_path, manager, tmp_path / "none", SIMULATED, WATCHDOG_USEC="1000000"):
         manager.wait_for("READY=")
         assert [manager.wait_for("WATCHDOG=") for _ in range(3)] == ["1", "1", "1"]
 
 
 def test_what_the_agent_does_not_serve(tmp_path: Path, manager: ServiceManagerEnd) -> None:
-    """While the devices of a resource are not listed the agent has not started, and says what it waits for."""
+    """While a source has not listed its devices READY is not sent, and STATUS names the resource."""
     source = tmp_path / "agent.py"
     source.write_text(NEVER)
     command = [sys.executable, str(source), f"--kubelet-root={tmp_path / 'none'}"]

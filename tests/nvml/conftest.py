@@ -1,4 +1,4 @@
-"""Fixtures: the fake library, compiled once, and GPUs that it tells of, others for each test."""
+"""Fixtures: the fake library, compiled once, and new GPUs for each test."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def gpus(tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
     monkeypatch.setenv("FAKE_NVML", str(made.state))
     unload()
     yield made
-    made.state.unlink(missing_ok=True)  # nothing hangs any more
+    made.state.unlink(missing_ok=True)  # no call hangs any more
     for thread in threading.enumerate():
         if thread.name == "nvml":
             thread.join(10)
@@ -32,7 +32,7 @@ def gpus(tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
 
 
 def unload() -> None:
-    """Have the library loaded anew, with none of its state."""
+    """Unload the library with all of its state."""
     import pynvml  # type: ignore[import-untyped]
 
     from deviceplugin.sources.nvidia.nvml import unload as unload_library
@@ -46,7 +46,7 @@ Until = Callable[[AsyncIterator[Sequence[Device]], Callable[[dict[str, Device]],
 
 @pytest.fixture
 def until() -> Until:
-    """Take lists of a source until one is as wanted, and return it by id."""
+    """Return a function that waits for a list of a source that fits a condition, and returns it by id."""
     import asyncio
 
     async def take(

@@ -1,4 +1,4 @@
-"""A machine with GPUs as the fake library tells of it, and the topologies that users have."""
+"""A machine with GPUs of the fake library, and common topologies."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def build(directory: Path, driver: str = DRIVER) -> Path:
 
 
 class FakeGpus:
-    """What the fake library answers; a change counts once `write` is called (the methods do)."""
+    """The values that the fake library returns; a change counts after `write`, which the methods call."""
 
     def __init__(self, directory: Path, library: Path) -> None:
         self.directory = directory
@@ -42,7 +42,7 @@ class FakeGpus:
         self.write()
 
     def write(self, **values: object) -> None:
-        """Set values (None removes one; `__` stands for a dot) and let the library see them."""
+        """Set values (None removes one; `__` stands for a dot), and let the library read them."""
         for key, value in values.items():
             self.set(key.replace("__", "."), value)
         made = self.state.with_suffix(".new")
@@ -50,14 +50,14 @@ class FakeGpus:
         made.replace(self.state)
 
     def set(self, key: str, value: object) -> None:
-        """Set a value, not written yet."""
+        """Set a value, which counts after `write`."""
         if value is None:
             self.values.pop(key, None)
         else:
             self.values[key] = value
 
     def xid(self, gpu: int, code: int, instance: int = -1, compute: int = -1) -> None:
-        """Have the driver report an error; a code of -1 is a change of partitions."""
+        """Have the driver report an XID; -1 is a change of partitions."""
         with open(f"{self.state}.events", "a") as events:
             events.write(f"{gpu} {code} {instance} {compute}\n")
 
@@ -86,14 +86,14 @@ class FakeGpus:
         return uuid
 
     def unplug(self, index: int) -> None:
-        """Take the last GPU out."""
+        """Remove the last GPU."""
         self.values["count"] = index
         (self.directory / "proc/driver/nvidia/gpus" / f"0000:{7 + index:02x}:00.0").rmdir()
         self.write()
         (self.directory / f"dev/nvidia{index}").unlink()
 
     def partition(self, gpu: int, index: int, profile: str, *, instance: int | None = None, compute: int = 0) -> str:
-        """Make a partition of a GPU, which is in MIG mode then, and return its UUID."""
+        """Make a partition of a GPU, which puts the GPU into MIG mode, and return its UUID."""
         slices, size = profile.partition("g.")[::2]
         uuid = f"MIG-{gpu:08x}-{index:04x}-4000-8000-000000000000"
         facts: dict[str, object] = {
@@ -108,11 +108,11 @@ class FakeGpus:
         return uuid
 
     def link(self, one: int, other: int, count: int) -> None:
-        """Lay NVLinks between two GPUs."""
+        """Add NVLinks between two GPUs."""
         self.set(f"link.{min(one, other)}.{max(one, other)}", count)
 
     def level(self, one: int, other: int, level: int) -> None:
-        """Set the PCIe level between two GPUs: 0 board, 10 one switch, 20 several, 30 bridge, 40 CPU, 50 across."""
+        """Set the PCIe level of two GPUs: 0 board, 10 one switch, 20 several, 30 host bridge, 40 CPU, 50 system."""
         self.set(f"level.{min(one, other)}.{max(one, other)}", level)
 
 
@@ -126,11 +126,11 @@ DGX1V = (
     (0, 0, 1, 0, 1, 2, 0, 2),
     (0, 0, 0, 1, 2, 1, 2, 0),
 )
-"""NVLinks between the V100s of a DGX-1V, six of each."""
+"""Numbers of NVLinks between the V100 GPUs of a DGX-1V, six for each GPU."""
 
 
 def _levels(gpus: FakeGpus, switch: int) -> None:
-    """Two GPUs behind a switch, two switches at a CPU's bridges, two CPUs."""
+    """Set the levels of eight GPUs: two behind each switch, two switches at a CPU's bridges, two CPUs."""
     for one in range(8):
         for other in range(one + 1, 8):
             same = 50 if one // 4 != other // 4 else 40 if one // 2 != other // 2 else switch

@@ -1,4 +1,4 @@
-"""The checks for real hardware (`tox -e gpu`) themselves, on machines that the fake library tells of."""
+"""The checks for real hardware (`tox -e gpu`), run on machines of the fake library."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from tests.nvml.gpus import FakeGpus
 
 @pytest.fixture
 def report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("PATH", "/nowhere")  # the nvidia-smi of this machine knows nothing of the made one
+    monkeypatch.setenv("PATH", "/nowhere")  # the nvidia-smi of this machine does not know the fake GPUs
     return tmp_path / "report.json"
 
 
 def test_checks_pass_on_a_sound_machine_and_record_it(gpus: FakeGpus, report: Path) -> None:
-    """Eight GPUs are described, chosen among, measured and served, and all of it is in the record."""
+    """On a machine with eight good GPUs the checks pass, and the record has all results."""
     uuids = machines.dgx_a100(gpus)
     for name in ("nvidiactl", "nvidia-uvm"):
         (Path(gpus.places.dev) / name).touch()
@@ -36,13 +36,13 @@ def test_checks_pass_on_a_sound_machine_and_record_it(gpus: FakeGpus, report: Pa
 
 
 def test_checks_fail_without_a_gpu(gpus: FakeGpus, report: Path) -> None:
-    """On a machine without a GPU the checks fail at once and say so."""
+    """On a machine without a GPU the checks fail at once with that reason."""
     assert main(["--record", str(report), "--seconds", "1"], gpus.places) == 1
     assert json.loads(report.read_text())["results"] == {"look": "failed: there is no GPU"}
 
 
 def test_checks_find_a_broken_gpu(gpus: FakeGpus, report: Path) -> None:
-    """A GPU that has no node and does not answer well makes checks fail."""
+    """A GPU without a node, or with errors, makes checks fail."""
     gpus.gpu(0)
     gpus.write(gpu0__temp=200)
     Path(gpus.places.dev, "nvidia0").unlink()

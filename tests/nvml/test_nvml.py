@@ -1,4 +1,4 @@
-"""The NVIDIA source against a library written in C, by the same ctypes calls as the real one."""
+"""The NVIDIA source, through the real ctypes calls, against a fake library in C."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def source(gpus: FakeGpus, **options: Any) -> NvidiaSource:
 
 
 def once(gpus: FakeGpus, **options: Any) -> NvidiaSource:
-    """Return a source that has looked once, without a loop."""
+    """Return a source that has scanned once, without an event loop."""
     made = source(gpus, **options)
     with contextlib.closing(Session(gpus.places)) as session:
         made.update(session.scan())
@@ -47,12 +47,12 @@ def once(gpus: FakeGpus, **options: Any) -> NvidiaSource:
 
 
 def looked(gpus: FakeGpus, **options: Any) -> dict[str, Device]:
-    """Return the devices of one look."""
+    """Return the devices of one scan."""
     return {device.id: device for device in once(gpus, **options).devices()}
 
 
 def calls(function: str) -> int:
-    """How often the library's function was called."""
+    """Return how often the library's function was called."""
     import pynvml  # type: ignore[import-untyped]
 
     return cast("int", pynvml.nvmlLib.fake_calls(function.encode()))
@@ -70,7 +70,7 @@ def healths(devices: dict[str, Device]) -> list[Health]:
 
 
 def test_gpu_is_described_by_what_claims_select_on(gpus: FakeGpus) -> None:
-    """UUID, minor, PCI address and root, NUMA node, memory, product, architecture and versions are told."""
+    """A GPU has the attributes on which claims select: UUID, PCI address and root, product, versions and others."""
     uuid = gpus.gpu(1, node=1)
     gpus.write(gpu0__return__nvmlDeviceGetHandleByIndex_v2=999)
     device = looked(gpus)[uuid]
@@ -97,7 +97,7 @@ def test_gpu_is_described_by_what_claims_select_on(gpus: FakeGpus) -> None:
 
 
 def test_what_a_gpu_does_not_support_is_left_out_and_not_unhealthy(gpus: FakeGpus) -> None:
-    """NOT_SUPPORTED, NO_PERMISSION and FUNCTION_NOT_FOUND leave an attribute out and the GPU healthy."""
+    """NOT_SUPPORTED, NO_PERMISSION and FUNCTION_NOT_FOUND leave an attribute out; the GPU is healthy."""
     uuid = gpus.gpu(0)
     for code, functions in {
         3: ("MinorNumber", "Brand", "Temperature", "SupportedEventTypes", "FieldValues", "MigMode"),
@@ -116,7 +116,7 @@ def test_what_a_gpu_does_not_support_is_left_out_and_not_unhealthy(gpus: FakeGpu
 
 
 def test_numa_node_comes_from_the_driver_where_sysfs_has_none(gpus: FakeGpus) -> None:
-    """Without a node in sysfs the driver's memory affinity counts."""
+    """If sysfs has no NUMA node, the driver's memory affinity gives the node."""
     uuid = gpus.gpu(0, node=-1, numa=3)
     assert looked(gpus)[uuid].numa == 3
     gpus.write(gpu0__numa=None)
@@ -131,17 +131,17 @@ async def edited(made: NvidiaSource, devices: Sequence[Device]) -> ContainerEdit
 
 
 async def test_env_names_the_devices_of_the_container_together(gpus: FakeGpus) -> None:
-    """Injection by env gives one variable with all UUIDs, and no nodes."""
+    """Injection by env gives one variable with all UUIDs of the container, and no nodes."""
     uuids = [gpus.gpu(index) for index in range(3)]
     made = source(gpus)
-    edits = await edited(made, list(looked(gpus).values())[1::-1])  # as the kubelet does, in any order
+    edits = await edited(made, list(looked(gpus).values())[1::-1])  # in any order, as from the kubelet
     assert dict(edits.env) == {"NVIDIA_VISIBLE_DEVICES": ",".join(uuids[:2])}
     assert not edits.nodes
     assert not edits.cdi
 
 
 async def test_nodes_give_the_gpus_and_what_all_of_them_need(gpus: FakeGpus) -> None:
-    """Injection by nodes gives each GPU's node once, the common ones that exist, and voids the runtime's variable."""
+    """Injection by nodes gives each GPU's node and the existing common nodes once, and turns the runtime's own off."""
     for index in range(2):
         gpus.gpu(index)
     dev = Path(gpus.places.dev)
@@ -160,7 +160,7 @@ async def test_nodes_give_the_gpus_and_what_all_of_them_need(gpus: FakeGpus) -> 
 
 
 async def test_a_gpu_without_its_nodes_is_unhealthy(gpus: FakeGpus, until: Until) -> None:
-    """On a headless node nothing has made them yet; the message names the path and what makes it. Then it is well."""
+    """A GPU whose device nodes are missing is unhealthy, with the path and the remedy, until the nodes exist."""
     name, dev = gpus.gpu(0), Path(gpus.places.dev)
     for missing in ("nvidiactl", "nvidia-uvm"):
         (device,) = looked(gpus, injection="nodes").values()
@@ -179,7 +179,7 @@ async def test_a_gpu_without_its_nodes_is_unhealthy(gpus: FakeGpus, until: Until
 
 
 def test_partitions_nodes_are_their_gpus_and_their_capabilities(gpus: FakeGpus) -> None:
-    """A partition by nodes is the GPU's node and the two capabilities that proc names."""
+    """Injection of a partition by nodes gives the GPU's node and the two capability nodes that proc names."""
     gpus.gpu(0)
     part = gpus.partition(0, 0, "3g.20gb", instance=2)
     base = Path(gpus.places.proc) / "driver/nvidia/capabilities/gpu0/mig/gi2"
@@ -200,7 +200,7 @@ def test_partitions_nodes_are_their_gpus_and_their_capabilities(gpus: FakeGpus) 
 
 
 async def test_cdi_takes_the_name_that_a_spec_has(gpus: FakeGpus, until: Until) -> None:
-    """Injection by CDI uses the UUID or index that a spec names, and waits for a spec that is not there yet."""
+    """Injection by CDI uses the name that a spec has, UUID or index; without a spec the GPUs are unhealthy."""
     first, second = gpus.gpu(0), gpus.gpu(1)
     cdi = Path(gpus.places.cdi[0])
     async with closing(source(gpus, injection="cdi")) as lists:
@@ -224,7 +224,7 @@ async def test_cdi_takes_the_name_that_a_spec_has(gpus: FakeGpus, until: Until) 
 
 
 def test_partition_is_described_with_parent_and_placement(gpus: FakeGpus) -> None:
-    """A partition tells its profile, its GPU, its instances and its place on it."""
+    """A partition has its profile, its GPU, its instances and its placement as attributes."""
     gpu = gpus.gpu(0, node=1)
     part = gpus.partition(0, 2, "2g.10gb")
     device = looked(gpus, mig="single")[part]
@@ -252,12 +252,12 @@ def test_partition_is_described_with_parent_and_placement(gpus: FakeGpus) -> Non
     ],
 )
 def test_profile_is_named_as_users_know_it(compute: int, slices: int, memory: int, whole: int, profile: str) -> None:
-    """Where the driver's name for a partition has no profile, slices and memory give it."""
+    """If the driver's name for a partition has no profile, slices and memory give the profile."""
     assert profile_of(compute, slices, memory, whole) == profile
 
 
 def test_older_drivers_partitions_get_their_profile_from_their_size(gpus: FakeGpus) -> None:
-    """A driver that does not name the profile still leads to the right resource."""
+    """An older driver's partition without a profile in its name gets the profile from its size."""
     gpus.gpu(0)
     part = gpus.partition(0, 0, "1g.5gb")
     gpus.write(gpu0__mig0__name="A100-SXM4-40GB")
@@ -265,7 +265,7 @@ def test_older_drivers_partitions_get_their_profile_from_their_size(gpus: FakeGp
 
 
 def test_without_mig_a_partitioned_gpu_is_given_out_whole_and_that_is_told(gpus: FakeGpus) -> None:
-    """mig: none lists the GPU although it is in MIG mode, with a note."""
+    """mig: none lists a GPU in MIG mode as a whole, with a note."""
     uuid = gpus.gpu(0)
     gpus.partition(0, 0, "1g.5gb")
     made = once(gpus)
@@ -274,7 +274,7 @@ def test_without_mig_a_partitioned_gpu_is_given_out_whole_and_that_is_told(gpus:
 
 
 def test_single_gives_nothing_out_of_unequal_partitions(gpus: FakeGpus) -> None:
-    """mig: single with two profiles, or with a whole GPU, shows everything unhealthy and says why."""
+    """mig: single with two profiles, or beside a whole GPU, lists all as unhealthy with the reason."""
     gpus.gpu(0)
     gpus.partition(0, 0, "1g.5gb")
     gpus.partition(0, 1, "3g.20gb")
@@ -300,7 +300,7 @@ def test_mixed_keeps_whole_gpus_and_leaves_partitions_to_their_profiles(gpus: Fa
 
 
 async def test_mixed_brings_a_resource_for_each_profile_along(gpus: FakeGpus) -> None:
-    """A mixed entry's branches are named as users know them, also for a profile that is made later."""
+    """mig: mixed brings a child source for each profile, named as users know it, also for a later profile."""
     gpus.gpu(0)
     gpus.partition(0, 0, "1g.5gb")
     text = f"""
@@ -326,7 +326,7 @@ async def test_mixed_brings_a_resource_for_each_profile_along(gpus: FakeGpus) ->
 
 
 async def test_partitions_come_and_go_with_an_event(gpus: FakeGpus, until: Until) -> None:
-    """A change of partitions is seen when the driver tells of it, long before the next look is due."""
+    """An event of the driver brings a change of partitions at once, long before the next scan."""
     gpus.gpu(0)
     first = gpus.partition(0, 0, "1g.5gb")
     async with closing(source(gpus, mig="single", period=3600)) as lists:
@@ -353,7 +353,7 @@ def links_of(gpus: FakeGpus, **options: Any) -> dict[frozenset[str], float]:
 
 
 def test_links_of_a_dgx_1v_are_its_mesh(gpus: FakeGpus) -> None:
-    """Direct NVLinks are counted once, a hundred each, on top of the PCIe level."""
+    """Each direct NVLink counts 100, in addition to the score of the PCIe level."""
     uuids = machines.dgx_1v(gpus)
     links = links_of(gpus)
     assert len(links) == 28
@@ -370,7 +370,7 @@ def test_links_of_a_dgx_1v_are_its_mesh(gpus: FakeGpus) -> None:
 def test_links_through_switches_reach_every_gpu(
     gpus: FakeGpus, machine: Callable[[FakeGpus], list[str]], count: int, switch: int
 ) -> None:
-    """GPUs on NVSwitches are as close to each other as each has links to them."""
+    """GPUs on NVSwitches score 100 for each link to the switches."""
     uuids = machine(gpus)
     links = links_of(gpus)
     assert score(0, 1, uuids, links) == 100 * count + switch
@@ -379,7 +379,7 @@ def test_links_through_switches_reach_every_gpu(
 
 
 def test_partitions_of_one_gpu_are_on_one_board_and_know_no_nvlink(gpus: FakeGpus) -> None:
-    """Between partitions only the PCIe level counts, 60 within a GPU."""
+    """Partitions get only the score of the PCIe level: 60 within one GPU."""
     machines.dgx_a100(gpus)
     parts = [gpus.partition(gpu, index, "1g.5gb") for gpu in (0, 1) for index in (0, 1)]
     links = links_of(gpus, profile="1g.5gb")
@@ -388,7 +388,7 @@ def test_partitions_of_one_gpu_are_on_one_board_and_know_no_nvlink(gpus: FakeGpu
 
 
 async def test_links_are_read_once_for_a_discovery(gpus: FakeGpus, until: Until) -> None:
-    """Later looks ask for no links; a GPU more makes them be read again."""
+    """Links are read once; later scans read none, except when there is another GPU."""
     machines.dgx_1v(gpus)
     made = source(gpus)
     async with closing(made) as lists:
@@ -410,13 +410,13 @@ async def test_links_are_read_once_for_a_discovery(gpus: FakeGpus, until: Until)
 
 
 def test_a_gpu_without_links_costs_the_others_nothing(gpus: FakeGpus) -> None:
-    """Where a GPU tells no links and no levels it has no scores, and the look is as good."""
+    """A GPU whose links cannot be read has no scores of its own; the others keep theirs, and the scan succeeds."""
     uuids = machines.dgx_1v(gpus)
     gpus.set("gpu3.return.nvmlDeviceGetNvLinkState", 3)
     gpus.write(gpu3__return__nvmlDeviceGetTopologyCommonAncestor=999)
     links = links_of(gpus)
     assert score(0, 4, uuids, links) == 210
-    assert score(3, 7, uuids, links) == 100  # the other end tells of it
+    assert score(3, 7, uuids, links) == 100  # read from the other end
 
 
 # --- health ---------------------------------------------------------------------------------------
@@ -425,7 +425,7 @@ def test_a_gpu_without_links_costs_the_others_nothing(gpus: FakeGpus) -> None:
 async def test_xid_makes_its_gpu_unhealthy_at_once_and_quiet_makes_it_healthy_again(
     gpus: FakeGpus, until: Until
 ) -> None:
-    """A critical XID is seen by its event, the other GPU stays, and the GPU recovers after a quiet time."""
+    """A critical XID makes its GPU alone unhealthy at once; the GPU recovers after the quiet time."""
     first, second = gpus.gpu(0), gpus.gpu(1)
     now = 0.0
     made = source(gpus, rules=HealthRules(failures=3, successes=2, quiet=300), clock=lambda: now)
@@ -445,12 +445,12 @@ async def test_xid_makes_its_gpu_unhealthy_at_once_and_quiet_makes_it_healthy_ag
 
 
 async def test_application_xids_are_counted_but_not_held_against_the_gpu(gpus: FakeGpus, until: Until) -> None:
-    """Ignored XIDs leave the health as it is; which ones are ignored can be said."""
+    """Ignored XIDs are counted and leave the GPU healthy; `ignore_xids` in the config replaces the default ones."""
     first = gpus.gpu(0)
     made = source(gpus, ignore_xids=(13, 79), rules=HealthRules(quiet=None))
     async with closing(made) as lists:
         devices = await until(lists, len)
-        for code in (13, 79, 13, 31):  # 31 is not ignored here
+        for code in (13, 79, 13, 31):  # not ignored by this config
             gpus.xid(0, code)
         found = await until(lists, lambda found: found[first].health is Health.UNHEALTHY)
         assert found[first].message == "XID 31"
@@ -459,7 +459,7 @@ async def test_application_xids_are_counted_but_not_held_against_the_gpu(gpus: F
 
 
 def test_storm_of_xids_does_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    """A thousand XIDs of a program in a loop are counted, and make ten lines."""
+    """1,000 equal XIDs are counted, and give 10 log lines."""
     made = NvidiaSource()
     made.update(NvmlScan((Gpu("GPU-0", 0),), {"GPU-0": (Verdict.GOOD, "")}))
     with caplog.at_level("INFO"):
@@ -472,7 +472,7 @@ def test_storm_of_xids_does_not_fill_the_log(caplog: pytest.LogCaptureFixture) -
 @pytest.mark.parametrize("code", [13, 31, 43, 45, 68, 109])
 @pytest.mark.parametrize("configured", [False, True])
 def test_xids_of_applications_are_ignored_by_default(code: int, configured: bool) -> None:
-    """13, 31, 43, 45, 68 and 109 are what programs cause."""
+    """XIDs 13, 31, 43, 45, 68 and 109, which programs cause, are ignored by default."""
     gpu = Gpu("GPU-0", 0)
     made: Any = NvidiaSource()
     if configured:
@@ -486,7 +486,7 @@ def test_xids_of_applications_are_ignored_by_default(code: int, configured: bool
 
 
 async def test_xid_of_a_partition_is_that_partitions_alone(gpus: FakeGpus, until: Until) -> None:
-    """An XID with instance ids hits those partitions, one without hits all of the GPU."""
+    """An XID with instance ids makes only that partition unhealthy; one without makes all partitions of the GPU so."""
     gpus.gpu(0)
     parts = [gpus.partition(0, index, "1g.5gb", instance=index + 1) for index in range(3)]
     async with closing(source(gpus, mig="single", rules=HealthRules(quiet=None))) as lists:
@@ -500,7 +500,7 @@ async def test_xid_of_a_partition_is_that_partitions_alone(gpus: FakeGpus, until
 
 
 async def test_xid_of_no_known_gpu_is_everybodys(gpus: FakeGpus, until: Until) -> None:
-    """An event without a device makes all GPUs unhealthy: one of them is, and which cannot be told."""
+    """An event without a known GPU makes all GPUs unhealthy."""
     for index in range(2):
         gpus.gpu(index)
     async with closing(source(gpus, rules=HealthRules(quiet=None))) as lists:
@@ -510,7 +510,7 @@ async def test_xid_of_no_known_gpu_is_everybodys(gpus: FakeGpus, until: Until) -
 
 
 async def test_no_events_is_not_unhealthy(gpus: FakeGpus, until: Until) -> None:
-    """A GPU that cannot register for events, or a driver without any, is healthy; it is noted."""
+    """A GPU or a driver without events is healthy, with a note; scans still find a lost GPU."""
     first = gpus.gpu(0, events=0)
     second = gpus.gpu(1)
     gpus.write(gpu1__return__nvmlDeviceRegisterEvents=3)
@@ -525,7 +525,7 @@ async def test_no_events_is_not_unhealthy(gpus: FakeGpus, until: Until) -> None:
 
 
 async def test_lost_gpu_is_unhealthy_alone_and_stays_listed(gpus: FakeGpus, until: Until) -> None:
-    """A GPU that fell off the bus is unhealthy, the others are not, and it recovers when it answers again."""
+    """A GPU that has fallen off the bus is unhealthy and stays listed; it recovers when it answers again."""
     first, second, third = (gpus.gpu(index) for index in range(3))
     async with closing(source(gpus)) as lists:
         await until(lists, len)
@@ -540,9 +540,7 @@ async def test_lost_gpu_is_unhealthy_alone_and_stays_listed(gpus: FakeGpus, unti
 
 
 async def test_xids_of_the_others_are_heard_while_a_gpu_is_lost(gpus: FakeGpus, until: Until) -> None:
-    """Waiting fails as long as a lost GPU is registered; the others' events are heard all the same, and the lost
-    one's own again once it is back.
-    """
+    """While a GPU is lost, XIDs of other GPUs are still received; its own are again once it is back."""
     first, second = gpus.gpu(0), gpus.gpu(1)
     async with closing(source(gpus, rules=HealthRules(failures=1, successes=1, quiet=None))) as lists:
         await until(lists, len)
@@ -559,13 +557,13 @@ async def test_xids_of_the_others_are_heard_while_a_gpu_is_lost(gpus: FakeGpus, 
 
 
 async def test_events_that_always_fail_are_given_up(gpus: FakeGpus, until: Until) -> None:
-    """Where waiting for events fails again and again it is noted, and looking goes on at its period."""
+    """If waiting for events always fails, a note says so, and periodic scans go on."""
     uuid = gpus.gpu(0)
     gpus.write(return__nvmlEventSetWait_v2=999)
     made = source(gpus)
     async with closing(made) as lists:
         await until(lists, len)
-        # In time: each failure has a look follow, half a second later.
+        # Before the time is up: a scan follows each failure after 0.5 s.
         async with asyncio.timeout(20):
             while not any("events fail" in note for note in made.notes):
                 gpus.write(gpu0__return__nvmlDeviceGetTemperature=999)
@@ -575,13 +573,13 @@ async def test_events_that_always_fail_are_given_up(gpus: FakeGpus, until: Until
         waits = calls("nvmlEventSetWait_v2")
         gpus.write(gpu0__lost=1)
         await until(lists, lambda found: found[uuid].health is Health.UNHEALTHY)
-        assert calls("nvmlEventSetWait_v2") <= waits + 1  # what was left in the old set
+        assert calls("nvmlEventSetWait_v2") <= waits + 1  # the last wait with the former event set
 
 
 async def test_unexpected_error_of_a_look_is_not_the_gpus(
     gpus: FakeGpus, until: Until, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """An error in this code makes health unknown, is logged, and the next look is made."""
+    """An unexpected exception in a scan is logged and makes the health unknown until the next good scan."""
     uuid = gpus.gpu(0)
     async with closing(source(gpus)) as lists:
         await until(lists, len)
@@ -594,7 +592,7 @@ async def test_unexpected_error_of_a_look_is_not_the_gpus(
 
 
 def test_missing_python_package_is_said(gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without nvidia-ml-py the advice is how to install it."""
+    """Without nvidia-ml-py the error says how to install it."""
     import sys
 
     with monkeypatch.context() as patch:
@@ -605,12 +603,12 @@ def test_missing_python_package_is_said(gpus: FakeGpus, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("function", ["nvmlDeviceGetCount_v2", "nvmlInitWithFlags"])
 async def test_library_that_fails_as_a_whole_is_tried_again(gpus: FakeGpus, until: Until, function: str) -> None:
-    """An error of all of NVML changes what is known of the GPUs, not that they are listed, and passes."""
+    """An error of the whole library changes the GPUs' health only; they stay listed, and recover."""
     uuid = gpus.gpu(0)
     async with closing(source(gpus)) as lists:
         await until(lists, len)
         gpus.set(f"return.{function}", 999)
-        gpus.write(return__nvmlDeviceGetHandleByIndex_v2=1)  # NVML was shut down: it is initialized anew
+        gpus.write(return__nvmlDeviceGetHandleByIndex_v2=1)  # NVML was shut down, and is initialized again
         found = await until(lists, lambda found: found[uuid].health is not Health.HEALTHY)
         assert found[uuid].message
         gpus.set(f"return.{function}", None)
@@ -619,7 +617,7 @@ async def test_library_that_fails_as_a_whole_is_tried_again(gpus: FakeGpus, unti
 
 
 async def test_driver_without_events_is_looked_at_alone(gpus: FakeGpus, until: Until) -> None:
-    """Where no event set can be made it is noted, and lost GPUs are found by looking."""
+    """A driver without event sets gets a note; scans find a lost GPU."""
     uuid = gpus.gpu(0)
     gpus.write(return__nvmlEventSetCreate=3)
     made = source(gpus)
@@ -632,7 +630,7 @@ async def test_driver_without_events_is_looked_at_alone(gpus: FakeGpus, until: U
 
 
 def test_gpu_that_was_lost_from_the_start_is_noted(gpus: FakeGpus) -> None:
-    """A GPU that never could be read has no identity to be listed by; the others are, and a note tells of it."""
+    """A GPU that could never be read is not listed, and a note names it; the others are listed."""
     gpus.gpu(0, lost=1)
     second = gpus.gpu(1)
     with contextlib.closing(Session(gpus.places)) as session:
@@ -642,7 +640,7 @@ def test_gpu_that_was_lost_from_the_start_is_noted(gpus: FakeGpus) -> None:
 
 
 def test_partition_of_which_nothing_is_known_is_listed_all_the_same(gpus: FakeGpus) -> None:
-    """A driver that tells neither name nor size of a partition leaves its profile unknown."""
+    """A partition without name, size or instance ids is listed with the profile "unknown"."""
     gpus.gpu(0)
     part = gpus.partition(0, 0, "1g.5gb")
     for function in ("Attributes_v2", "Name", "GpuInstanceId", "ComputeInstanceId"):
@@ -655,7 +653,7 @@ def test_partition_of_which_nothing_is_known_is_listed_all_the_same(gpus: FakeGp
 
 
 def test_partitions_cdi_names_are_those_of_the_spec(gpus: FakeGpus) -> None:
-    """Specs name partitions by UUID, by their place (0:1), or by a word and their place."""
+    """CDI names of partitions are those of the spec: a UUID, a place (0:1), or a word with a place."""
     gpus.gpu(0)
     parts = [gpus.partition(0, index, "1g.5gb") for index in range(3)]
     names = [parts[0], "0:1", "mig0:2"]
@@ -666,7 +664,7 @@ def test_partitions_cdi_names_are_those_of_the_spec(gpus: FakeGpus) -> None:
 
 
 async def test_recovery_that_the_driver_asks_for_is_unhealthy(gpus: FakeGpus, until: Until) -> None:
-    """A GPU of which the driver says that it needs a reset is withdrawn until it was reset."""
+    """A GPU for which the driver asks for a reset is unhealthy until it no longer does."""
     field = "gpu0.field230"
     gpus.gpu(0)
     async with closing(source(gpus)) as lists:
@@ -684,7 +682,7 @@ async def test_recovery_that_the_driver_asks_for_is_unhealthy(gpus: FakeGpus, un
 
 
 async def test_error_that_says_nothing_makes_health_unknown(gpus: FakeGpus, until: Until) -> None:
-    """An unknown error is not a broken GPU: its health is unknown, and it is still offered."""
+    """An unknown error makes a GPU's health unknown; the GPU is still offered."""
     gpus.gpu(0)
     async with closing(source(gpus)) as lists:
         await until(lists, len)
@@ -697,7 +695,7 @@ async def test_error_that_says_nothing_makes_health_unknown(gpus: FakeGpus, unti
 
 
 async def test_gpu_that_is_plugged_in_is_found_and_one_that_is_pulled_leaves(gpus: FakeGpus, until: Until) -> None:
-    """Hot plug needs no restart: the library is initialized anew when proc lists other GPUs."""
+    """A GPU that is plugged in is listed and one that is pulled leaves, without a restart."""
     first = gpus.gpu(0)
     async with closing(source(gpus, period=3600)) as lists:
         await until(lists, lambda found: set(found) == {first})
@@ -711,7 +709,7 @@ async def test_gpu_that_is_plugged_in_is_found_and_one_that_is_pulled_leaves(gpu
 async def test_library_that_is_not_there_yet_is_waited_for(
     tmp_path: Path, gpus: FakeGpus, library: Path, until: Until
 ) -> None:
-    """Without the library there are no devices and a note; when it comes there are."""
+    """Without the library there are no devices and a note; when the library comes, the GPUs are listed."""
     path = tmp_path / "later" / "libnvidia-ml.so.1"
     path.parent.mkdir()
     uuid = gpus.gpu(0)
@@ -726,7 +724,7 @@ async def test_library_that_is_not_there_yet_is_waited_for(
 
 
 async def test_driver_that_is_not_loaded_is_waited_for(gpus: FakeGpus, until: Until) -> None:
-    """While the driver is away its GPUs are unhealthy, and healthy again when it is back."""
+    """While the driver is not loaded its GPUs are unhealthy; they recover when it is back."""
     uuid = gpus.gpu(0)
     async with closing(source(gpus)) as lists:
         await until(lists, len)
@@ -740,7 +738,7 @@ async def test_driver_that_is_not_loaded_is_waited_for(gpus: FakeGpus, until: Un
 
 
 async def test_replaced_driver_is_followed_with_its_new_library(tmp_path: Path, gpus: FakeGpus, until: Until) -> None:
-    """After an upgrade of the driver the new library is loaded in place of the old one, without a restart."""
+    """After an upgrade of the driver the new library is loaded without a restart."""
     unload()
     library = build(tmp_path)
     uuid = gpus.gpu(0)
@@ -761,7 +759,7 @@ async def test_replaced_driver_is_followed_with_its_new_library(tmp_path: Path, 
 async def test_hanging_library_blocks_nobody_and_is_given_up_after_its_time(
     gpus: FakeGpus, until: Until, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While a call hangs the loop runs on, health is unknown, no second call is begun, and all is well after."""
+    """While a call hangs, the loop runs on, health is unknown and no second call begins; it recovers afterwards."""
     monkeypatch.setattr(driver, "SCAN_TIMEOUT", 0.2)
     gpus.gpu(0)
     made = source(gpus)
@@ -778,7 +776,7 @@ async def test_hanging_library_blocks_nobody_and_is_given_up_after_its_time(
 
 
 async def test_two_sources_share_one_thread_and_one_look(gpus: FakeGpus, until: Until) -> None:
-    """Sources of one loop listen to one driver; when the last one ends, the library is let go."""
+    """Two sources of one loop share one thread and one scan."""
     import threading
 
     gpus.gpu(0)
@@ -843,7 +841,7 @@ async def test_measure_tells_what_the_gpu_tells_in_base_units(gpus: FakeGpus, un
 
 
 async def test_what_cannot_be_measured_is_absent(gpus: FakeGpus, until: Until) -> None:
-    """A GPU that supports little, a partition and a lost GPU give what they have, and no zeros."""
+    """Quantities that a GPU, a partition or a lost GPU does not have are absent, not 0."""
     from deviceplugin.metrics.load import checked
 
     little = gpus.gpu(0)
@@ -868,7 +866,7 @@ async def test_what_cannot_be_measured_is_absent(gpus: FakeGpus, until: Until) -
 
 
 def test_library_is_found_by_its_name_where_it_is_loaded(gpus: FakeGpus, library: Path) -> None:
-    """Without a path the library is taken by name, as pynvml would."""
+    """Without a path the library is loaded by its name, as pynvml does."""
     loaded = ctypes.CDLL(str(library))
     uuid = gpus.gpu(0)
     with contextlib.closing(Session(replace(gpus.places, library=""))) as session:

@@ -1,4 +1,4 @@
-"""GPUs from the config file to a pod: fake hardware below, a fake kubelet above, all of the agent in between."""
+"""GPUs from the config file to a pod: the agent between fake hardware and the fake kubelet."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from deviceplugin.testing.plugin import Served
 from tests.nvml import gpus as machines
 from tests.nvml.gpus import FakeGpus
 
-# `gpus` comes first in the tests: it must outlive the agent.
+# `gpus` is the first fixture of each test, since it must outlive the agent.
 Serve = Callable[..., Served]
 
 
 @pytest.fixture
 def configured(gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ConfiguredSource]:
-    """Build a source of nvidia.com/gpu from the config file, on the made machine."""
+    """Build a source of nvidia.com/gpu from the config file, on the fake machine."""
     from deviceplugin.sources import nvidia
 
     monkeypatch.setattr(nvidia, "Places", lambda **_: gpus.places)
@@ -38,7 +38,7 @@ Configured = Callable[..., ConfiguredSource]
 def test_pod_gets_gpus_that_are_linked_and_their_names(
     gpus: FakeGpus, fake_kubelet: FakeKubelet, served: Serve, configured: Configured
 ) -> None:
-    """On a DGX-1V two GPUs are a pair with two NVLinks, by UUID in the container's variable, with their NUMA nodes."""
+    """On a DGX-1V a pod with two GPUs gets a pair with two NVLinks, with their UUIDs in the container's variable."""
     uuids = machines.dgx_1v(gpus)
     served(configured(""))
     fake_kubelet.wait_allocatable("nvidia.com/gpu", 8)
@@ -53,7 +53,7 @@ def test_pod_gets_gpus_that_are_linked_and_their_names(
 def test_broken_gpu_is_withdrawn_alone(
     gpus: FakeGpus, fake_kubelet: FakeKubelet, served: Serve, configured: Configured
 ) -> None:
-    """An XID takes one GPU out of what the kubelet gives out; capacity stays."""
+    """After an XID one GPU is no longer allocatable; the capacity stays."""
     machines.dgx_a100(gpus)
     served(configured(""))
     fake_kubelet.wait_allocatable("nvidia.com/gpu", 8)
@@ -65,9 +65,7 @@ def test_broken_gpu_is_withdrawn_alone(
 def test_mixed_serves_whole_gpus_and_each_profile(
     gpus: FakeGpus, fake_kubelet: FakeKubelet, served: Serve, configured: Configured
 ) -> None:
-    """One entry with mig: mixed gives a resource for whole GPUs and one for each profile, from the kubelet to the
-    container; a profile that is made later is served then.
-    """
+    """With mig: mixed whole GPUs and each profile are resources of their own, also a profile that is made later."""
     for index in range(2):
         gpus.gpu(index)
     small = [gpus.partition(1, index, "1g.10gb") for index in range(2)]
@@ -85,7 +83,7 @@ def test_mixed_serves_whole_gpus_and_each_profile(
 def test_replicas_go_by_product(
     gpus: FakeGpus, fake_kubelet: FakeKubelet, served: Serve, configured: Configured
 ) -> None:
-    """`replicas: {a100: 4}` offers each A100 four times and every other GPU once."""
+    """`replicas: {a100: 4}` offers each A100 as four replicas and every other GPU as one."""
     gpus.gpu(0)
     gpus.gpu(1, "Tesla T4", memory=15360)
     served(configured("sharing: {replicas: {a100: 4}}"))

@@ -1,4 +1,4 @@
-"""A resource of the config file as a source: its entries together, with what the resource says."""
+"""A resource of the config file as a source: its entries and its settings."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def first(source: DeviceSource) -> Sequence[Device]:
 
 
 async def test_devices_beyond_the_lock_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """What a symlink leads to must be allowed as well as its name; the same holds for what sysfs finds."""
+    """A path is served only if both the path and the target of its symlink are allowed; else it is logged."""
     (tmp_path / "in").mkdir()
     (tmp_path / "secret").touch()
     (tmp_path / "in/plain").touch()
@@ -58,7 +58,7 @@ async def test_devices_beyond_the_lock_are_left_out(tmp_path: Path, caplog: pyte
 
 
 class Scripted(DeviceSource):
-    """An entry that yields what a queue holds; an exception in it is raised."""
+    """An entry that yields the lists of a queue; an exception in the queue is raised."""
 
     def __init__(self, *script: Sequence[Device] | Exception) -> None:
         self.queue: asyncio.Queue[Sequence[Device] | Exception] = asyncio.Queue()
@@ -80,7 +80,7 @@ def scripted(*entries: DeviceSource) -> ConfiguredSource:
 
 
 def test_source_is_what_the_resource_says() -> None:
-    """Name, driver, sharing and topology are the resource's."""
+    """Name, driver, sharing and topology are those of the resource."""
     source = configured("driver: a.example.com, devices: [path: /x], sharing: {replicas: 3}, topology: false")
     assert (source.resource, source.driver) == ("example.com/a", "a.example.com")
     assert (source.replicas, source.topology) == (3, False)
@@ -126,7 +126,7 @@ async def test_devices_carry_what_the_resource_says(tmp_path: Path) -> None:
 
 
 async def test_nodes_that_devices_share_do_not_make_them_one_thing(tmp_path: Path) -> None:
-    """A container gets them with the resource's permissions; what its device is does not depend on them."""
+    """Nodes that all devices of a resource share are in each container, and do not make devices the same hardware."""
     for name in ("one", "other"):
         (tmp_path / name).touch()
     (one,) = await first(configured(f"devices: [path: {tmp_path}/one], nodes: [/dev/tty], permissions: r"))
@@ -140,7 +140,7 @@ async def test_nodes_that_devices_share_do_not_make_them_one_thing(tmp_path: Pat
 
 
 async def test_attributes_and_capacity_are_laid_over() -> None:
-    """The resource's attributes and capacity are laid over the devices' own."""
+    """The resource's attributes and capacity replace those of the devices."""
     source = configured(
         "devices: [simulated: {count: 1}], attributes: {model: x, v: {version: 1.0.0}}, capacity: {memory: 1Gi}"
     )
@@ -166,7 +166,7 @@ async def test_change_of_one_entry_is_listed() -> None:
 async def test_failing_entry_costs_itself_only(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """An entry that fails is tried again; its last list stays, and the other entries go on."""
+    """An entry that fails keeps its last list and is tried again; the other entries are not affected."""
     monkeypatch.setattr(configured_source, "RETRY", (0.01, 0.02))
     one, other = Scripted([Device("a")], RuntimeError("out of luck")), Scripted([Device("b")])
     source = scripted(one, other)
@@ -180,7 +180,7 @@ async def test_failing_entry_costs_itself_only(
 
 
 async def test_entry_that_fails_at_once_holds_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An entry that fails before its first list does not keep the others from being served."""
+    """An entry that fails before its first list does not delay the others."""
     monkeypatch.setattr(configured_source, "RETRY", (0.01, 0.02))
     source = scripted(Scripted(RuntimeError("no driver"), [Device("late")]), Scripted([Device("b")]))
     async with lists(source) as watch:
@@ -191,7 +191,7 @@ async def test_entry_that_fails_at_once_holds_nothing_up(monkeypatch: pytest.Mon
 
 
 async def test_slow_entry_joins_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first list waits for an entry that is slow, but not for ever."""
+    """The first list waits for a slow entry for a limited time."""
     monkeypatch.setattr(configured_source, "FIRST_LIST", 0.05)
     slow = Scripted()
     async with lists(scripted(slow, Scripted([Device("b")]))) as watch:
@@ -201,7 +201,7 @@ async def test_slow_entry_joins_later(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_device_found_twice_is_served_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A path that two entries find, or that two names lead to, is one device; the first name counts, and it is said."""
+    """A device that two entries find, or that has two names, is served once under the first name, with a note."""
     (tmp_path / "tty0").touch()
     (tmp_path / "alias").symlink_to("tty0")
     source = configured(f"devices: [{{path: {tmp_path}/a*}}, {{path: {tmp_path}/tty*}}, {{path: {tmp_path}/alia?}}]")
@@ -213,7 +213,7 @@ async def test_device_found_twice_is_served_once(tmp_path: Path, caplog: pytest.
 
 
 async def test_name_that_is_served_stays(tmp_path: Path) -> None:
-    """When a second name for a device in use appears, even of an earlier entry, the device keeps its name."""
+    """A device in use keeps its name when an earlier entry finds it under another name."""
     (tmp_path / "tty0").touch()
     source = configured(f"devices: [{{path: {tmp_path}/a*}}, {{path: {tmp_path}/tty*}}]")
     async with lists(source) as watch:
@@ -228,7 +228,7 @@ async def test_name_that_is_served_stays(tmp_path: Path) -> None:
 
 
 async def test_notes_are_those_of_all_entries(tmp_path: Path) -> None:
-    """What the entries have to say is said by the source, and no more once it is no longer so."""
+    """The source has the notes of its entries, while they apply."""
     source = configured(f"devices: [{{path: {tmp_path}/a*}}, {{path: {tmp_path}/b*}}]")
     async with lists(source) as watch:
         assert await following(watch) == []
@@ -239,7 +239,7 @@ async def test_notes_are_those_of_all_entries(tmp_path: Path) -> None:
 
 
 async def test_end_of_the_watch_ends_the_entries() -> None:
-    """When nobody watches the source any more, nothing of it goes on."""
+    """When the watch ends, the watches of the entries end."""
     before = asyncio.all_tasks()
     async with lists(scripted(Scripted([Device("a")]), Scripted([]))) as watch:
         await following(watch)
@@ -248,7 +248,7 @@ async def test_end_of_the_watch_ends_the_entries() -> None:
 
 
 async def test_variables_say_which_devices_a_container_has(tmp_path: Path) -> None:
-    """Id, path in the container and name of each, in the order of the ids; other variables stay as they are."""
+    """Variables have the id, container path and name of each device, in the order of the ids."""
     for name, target in (("cam10", "tty"), ("cam2", "ptmx")):
         (tmp_path / name).symlink_to(f"/dev/{target}")
     source = configured(

@@ -1,4 +1,4 @@
-"""Paths as devices: what a glob finds, what it is called, and how soon a change is noticed."""
+"""Paths as devices: what a glob finds, the ids, and how changes are noticed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from deviceplugin.sources.path import PathSource, device_id, numa_of
 from tests.sources.trees import Tree
 
 NEVER = 3600.0
-"""Seconds between rescans in tests that are about watching."""
+"""Seconds between rescans in tests of file events."""
 ROOT = os.geteuid() == 0
 
 
@@ -30,7 +30,7 @@ def ids(devices: Sequence[Device]) -> list[str]:
 
 
 def aliases(devices: Sequence[Device]) -> list[str]:
-    """Return the last part of the paths under which containers find the devices."""
+    """Return the last part of the devices' container paths."""
     return [os.path.basename(path) for device in devices for path in paths(device)]
 
 
@@ -52,7 +52,7 @@ def null(path: Path) -> Path:
 
 @contextlib.asynccontextmanager
 async def watching(source: PathSource) -> AsyncIterator[Callable[..., Awaitable[Sequence[Device]]]]:
-    """Watch a source; what is given awaits its next list (that fits a condition)."""
+    """Watch a source; gives a function that waits for the next list, or for the next that fits a condition."""
     async with contextlib.aclosing(cast("AsyncGenerator[Sequence[Device]]", source.watch())) as lists:
 
         async def following(fits: Callable[[Sequence[Device]], bool] = lambda _: True) -> Sequence[Device]:
@@ -65,11 +65,11 @@ async def watching(source: PathSource) -> AsyncIterator[Callable[..., Awaitable[
         yield following
 
 
-# What is found.
+# Paths that are found.
 
 
 def test_node_is_given_as_node(tmp_path: Path) -> None:
-    """A device node is given to containers as one, with the permissions asked for."""
+    """A device node is passed to containers as a node, with the given permissions."""
     (device,) = PathSource("/dev/null", permissions="r").scan()
     (node,) = device.container_edits.device_nodes
     assert (node.host, node.path, node.permissions) == ("/dev/null", "/dev/null", "r")
@@ -77,7 +77,7 @@ def test_node_is_given_as_node(tmp_path: Path) -> None:
 
 
 def test_alias_is_kept_inside(tmp_path: Path) -> None:
-    """A symlink to a node is named as it is, for host, container and device; where it leads is known as well."""
+    """A symlink to a node keeps its path on the host and in the container; its target is known."""
     null(tmp_path / "second")
     (tmp_path / "first").symlink_to("second")
     (device,) = PathSource(f"{tmp_path}/fir*").scan()
@@ -87,7 +87,7 @@ def test_alias_is_kept_inside(tmp_path: Path) -> None:
 
 
 def test_path_below_a_linked_directory_is_resolved(tmp_path: Path) -> None:
-    """A path that runs through a symlinked directory is resolved on the host and kept inside."""
+    """A path below a symlinked directory is resolved on the host and kept in the container."""
     (tmp_path / "real").mkdir()
     (tmp_path / "real" / "x").touch()
     (tmp_path / "link").symlink_to("real")
@@ -97,7 +97,7 @@ def test_path_below_a_linked_directory_is_resolved(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("permissions", "readonly"), [("r", True), ("rw", False), ("w", False), ("rwm", False)])
 def test_plain_file_is_mounted(tmp_path: Path, permissions: str, readonly: bool) -> None:
-    """A plain file is no device node: it is mounted, writable if the permissions say so."""
+    """A plain file is mounted, writable if the permissions allow it."""
     (tmp_path / "file").touch()
     (device,) = PathSource(f"{tmp_path}/file", permissions=permissions).scan()
     assert not device.nodes
@@ -105,7 +105,7 @@ def test_plain_file_is_mounted(tmp_path: Path, permissions: str, readonly: bool)
 
 
 def test_directory_is_left_out(tmp_path: Path) -> None:
-    """A directory is no device; it is left out without a word while something else matches."""
+    """A directory that a glob matches beside other paths is ignored."""
     (tmp_path / "a").mkdir()
     (tmp_path / "b").touch()
     source = PathSource(f"{tmp_path}/*")
@@ -113,7 +113,7 @@ def test_directory_is_left_out(tmp_path: Path) -> None:
 
 
 async def test_glob_that_finds_directories_alone_says_so(tmp_path: Path) -> None:
-    """A glob that matches directories alone gives advice."""
+    """A glob that matches only a directory gives no device, and a note with advice."""
     (tmp_path / "snd").mkdir()
     source = PathSource(f"{tmp_path}/snd", rescan=NEVER)
     async with watching(source) as following:
@@ -124,7 +124,7 @@ async def test_glob_that_finds_directories_alone_says_so(tmp_path: Path) -> None
 
 
 async def test_glob_that_finds_nothing_says_so(tmp_path: Path) -> None:
-    """A glob that matches nothing is fine, and said."""
+    """A glob that matches nothing gives a note, until a path appears."""
     source = PathSource(f"{tmp_path}/tty*", rescan=NEVER)
     async with watching(source) as following:
         assert await following() == []
@@ -135,7 +135,7 @@ async def test_glob_that_finds_nothing_says_so(tmp_path: Path) -> None:
 
 
 def test_dangling_symlink_is_left_out(tmp_path: Path) -> None:
-    """A symlink that leads nowhere, or in a circle, is no device."""
+    """A symlink without a target, or to itself, is no device."""
     (tmp_path / "a").symlink_to("nowhere")
     (tmp_path / "b").symlink_to("b")
     assert PathSource(f"{tmp_path}/*").scan() == []
@@ -143,9 +143,9 @@ def test_dangling_symlink_is_left_out(tmp_path: Path) -> None:
 
 
 def test_name_that_is_not_text_is_left_out(tmp_path: Path) -> None:
-    """A file whose name is not UTF-8 cannot be said to the kubelet and is left out."""
+    """A file whose name is not UTF-8 is left out."""
     (tmp_path / "a").touch()
-    with contextlib.suppress(OSError):  # a file system that takes no such names
+    with contextlib.suppress(OSError):  # not every file system takes such names
         os.close(os.open(os.fsencode(tmp_path) + b"/\xff", os.O_CREAT))
     assert aliases(PathSource(f"{tmp_path}/*").scan()) == ["a"]
 
@@ -161,14 +161,14 @@ def test_directory_that_cannot_be_read_is_said(tmp_path: Path) -> None:
 
 
 def test_order_is_that_of_people(tmp_path: Path) -> None:
-    """Numbers in names count as numbers: 2 comes before 10."""
+    """Devices are sorted with numbers as numbers: 2 comes before 10."""
     for number in (10, 2, 1):
         (tmp_path / f"tty{number}").touch()
     assert aliases(PathSource(f"{tmp_path}/tty*").scan()) == ["tty1", "tty2", "tty10"]
 
 
 def test_relative_glob_is_refused() -> None:
-    """A relative path is an author's mistake, said at once."""
+    """A relative path is a ValueError."""
     with pytest.raises(ValueError, match="absolute"):
         PathSource("dev/x")
 
@@ -183,7 +183,7 @@ _PATTERNS = st.sampled_from(["*", "a*", "?", "b[12]", "b[!1]", "[[]x]", ".*", "a
 def test_globs_match_as_in_python(
     tmp_path_factory: pytest.TempPathFactory, tree: set[tuple[str, ...]], pattern: list[str]
 ) -> None:
-    """A glob matches the files that glob.glob matches, in whatever tree."""
+    """A glob finds the same files as Python's glob.glob."""
     root = tmp_path_factory.mktemp("tree")
     for names in sorted(tree):
         with contextlib.suppress(FileExistsError, NotADirectoryError):
@@ -208,7 +208,7 @@ def test_globs_match_as_in_python(
     ],
 )
 def test_id_is_readable(path: str, name: str) -> None:
-    """A device's id is its path, as far as an id can be; what is lost on the way is made up for by a hash."""
+    """The id of a device is its path with the characters that an id may have; if any is lost, a hash is added."""
     assert device_id(path) == name
 
 
@@ -223,7 +223,7 @@ def test_id_is_readable(path: str, name: str) -> None:
     ],
 )
 def test_long_path_keeps_its_name(link: str, name: str) -> None:
-    """The id of a long path has the beginning of the last part, the product, and its end, the serial number."""
+    """The id of a long path has the begin and the end of the last part: product and serial number."""
     assert device_id(f"/dev/serial/by-id/usb-{link}") == name
 
 
@@ -238,7 +238,7 @@ _PATHS = st.builds(lambda root, steps: root + "/".join(steps), st.sampled_from([
 @example("/dev/x", "/x")
 @example("/dev/a/b", "/dev/a-b")
 def test_ids_are_unique_and_fit(one: str, other: str) -> None:
-    """Ids fit the kubelet with room for a replica's number, carry no separator of replicas, and never collide."""
+    """Ids have at most 52 characters and no colon, and two paths never have one id."""
     for path in (one, other):
         name = device_id(path)
         assert 0 < len(name) <= 52
@@ -254,7 +254,7 @@ def test_ids_are_unique_and_fit(one: str, other: str) -> None:
 
 
 def sysfs(root: Path, *, numa: str, kind: str = "char", numbers: str = "1:3") -> str:
-    """Make a sysfs in which this device hangs on a PCI device that is on this NUMA node."""
+    """Make a sysfs where a device is below a PCI device of this NUMA node."""
     pci = root / "sys" / "devices" / "pci0000:00" / "0000:00:1f.0"
     leaf = pci / "usb1" / "1-1" / "tty"
     leaf.mkdir(parents=True)
@@ -273,13 +273,13 @@ def test_numa_node_is_that_of_the_nearest_ancestor(tmp_path: Path) -> None:
 
 
 def test_ancestor_without_knowledge_is_passed_over(tmp_path: Path) -> None:
-    """An ancestor that says -1 does not know; the next one is asked."""
+    """An ancestor with the NUMA node -1 is skipped, and the next one counts."""
     (device,) = PathSource("/dev/null", sysfs=sysfs(tmp_path, numa="-1\n")).scan()
     assert device.numa_nodes == (7,)
 
 
 def test_block_devices_have_numa_nodes_too(tmp_path: Path) -> None:
-    """A block device is looked up among block devices."""
+    """The NUMA node of a block device is found among block devices."""
     root = sysfs(tmp_path, numa="1", kind="block", numbers="8:1")
     assert numa_of(stat.S_IFBLK, os.makedev(8, 1), root) == 1
     assert numa_of(stat.S_IFCHR, os.makedev(8, 1), root) is None
@@ -307,7 +307,7 @@ def parts(devices: Sequence[Device]) -> list[tuple[str, ...]]:
 
 
 def test_what_the_wildcards_match_makes_one_device(tmp_path: Path) -> None:
-    """Paths whose wildcards match the same text are one device, named after the first of them; notes say so."""
+    """Paths with the same text at the wildcards are one device, named after the first path; a note says so."""
     touch(tmp_path, "a1", "a2", "a10", "b2", "b10")
     source = PathSource(f"{tmp_path}/a*", f"{tmp_path}/b*")
     devices = source.scan()
@@ -320,7 +320,7 @@ def test_what_the_wildcards_match_makes_one_device(tmp_path: Path) -> None:
 
 
 def test_order_pairs_nothing(tmp_path: Path) -> None:
-    """Halves of several devices are left out; one of each is a device."""
+    """Paths with different texts are not paired by their order; one path of each glob is a device."""
     touch(tmp_path, "a1", "a3", "b2", "b4")
     source = PathSource(f"{tmp_path}/a*", f"{tmp_path}/b*")
     assert source.scan() == []
@@ -331,7 +331,7 @@ def test_order_pairs_nothing(tmp_path: Path) -> None:
 
 
 def test_parts_of_one_device_in_sysfs_are_paired(tmp_path: Path) -> None:
-    """card1 and renderD128 are of one GPU, whatever their numbers."""
+    """card0 and renderD129 are one device if sysfs shows one GPU for both."""
     tree = Tree(tmp_path)
     for address, numbers in (("0000:01:00.0", ("1:3", "1:8")), ("0000:02:00.0", ("1:5", "1:9"))):
         for number, below in zip(numbers, ("drm/cardX", "drm/renderX"), strict=True):
@@ -345,7 +345,7 @@ def test_parts_of_one_device_in_sysfs_are_paired(tmp_path: Path) -> None:
 
 
 def test_a_path_may_have_another_name_in_the_container(tmp_path: Path) -> None:
-    """For nodes and for files; {id} and {name} are the device's."""
+    """A path may have another path in the container; {id} and {name} are replaced."""
     null(tmp_path / "cam0")
     touch(tmp_path, "file0")
     (node,) = PathSource(PartConfig(path=f"{tmp_path}/cam*", container="/dev/cameras/{name}")).scan()
@@ -357,7 +357,7 @@ def test_a_path_may_have_another_name_in_the_container(tmp_path: Path) -> None:
 
 
 def test_optional_parts_are_there_or_not(tmp_path: Path) -> None:
-    """A device is named after a part that is always there; one without the optional part is a device as well."""
+    """A device is named after a part that is not optional; without the optional part it is a device as well."""
     touch(tmp_path, "a1", "a2", "b2", "b3")
     optional = PartConfig(path=f"{tmp_path}/b*", optional=True)
     source = PathSource(optional, f"{tmp_path}/a*")
@@ -368,7 +368,7 @@ def test_optional_parts_are_there_or_not(tmp_path: Path) -> None:
 
 
 def test_nodes_and_files_can_be_grouped(tmp_path: Path) -> None:
-    """A group's device node is given as a node, its plain file is mounted."""
+    """A group may have a node, which is passed as such, and a plain file, which is mounted."""
     null(tmp_path / "a0")
     touch(tmp_path, "b0")
     (device,) = PathSource(f"{tmp_path}/a*", f"{tmp_path}/b*", permissions="r").scan()
@@ -376,7 +376,7 @@ def test_nodes_and_files_can_be_grouped(tmp_path: Path) -> None:
 
 
 def test_group_is_close_to_all_its_numa_nodes(tmp_path: Path) -> None:
-    """A group's NUMA nodes are those of its parts."""
+    """A group has the NUMA nodes of all its parts."""
     root = sysfs(tmp_path, numa="1", numbers="1:3")
     other = tmp_path / "sys" / "devices" / "other"
     other.mkdir()
@@ -387,7 +387,7 @@ def test_group_is_close_to_all_its_numa_nodes(tmp_path: Path) -> None:
 
 
 async def test_what_belongs_together_stays_together(tmp_path: Path) -> None:
-    """When parts of one device go, the other devices keep theirs, and nothing takes the place of what has gone."""
+    """When a part of a device goes, that device goes, and the other devices keep their parts."""
     touch(tmp_path, "a0", "a1", "a2", "b0", "b1", "b2")
     source = PathSource(f"{tmp_path}/a*", f"{tmp_path}/b*", rescan=NEVER)
     async with watching(source) as following:
@@ -402,7 +402,7 @@ async def test_what_belongs_together_stays_together(tmp_path: Path) -> None:
 
 
 async def test_plugged_device_is_listed(tmp_path: Path) -> None:
-    """A path that appears, and one that goes, changes the list by watching, not by polling."""
+    """A path that appears or goes changes the list by file events, without a rescan."""
     async with watching(PathSource(f"{tmp_path}/tty*", rescan=NEVER)) as following:
         assert await following() == []
         (tmp_path / "tty0").touch()
@@ -414,7 +414,7 @@ async def test_plugged_device_is_listed(tmp_path: Path) -> None:
 
 
 async def test_directories_may_come_and_go(tmp_path: Path) -> None:
-    """Every directory that a glob runs through may appear, vanish and appear again."""
+    """Each directory of a glob may appear, go and appear again."""
     async with watching(PathSource(f"{tmp_path}/serial/*/port*", rescan=NEVER)) as following:
         assert await following() == []
         for _ in range(3):
@@ -433,7 +433,7 @@ async def test_directories_may_come_and_go(tmp_path: Path) -> None:
 
 
 async def test_moved_symlink_is_followed(tmp_path: Path) -> None:
-    """When a symlink is pointed elsewhere, the device stays and its host path follows."""
+    """A symlink that is changed keeps its device, with another host path."""
     touch(tmp_path, "one", "two")
     link = tmp_path / "link"
     link.symlink_to("one")
@@ -447,7 +447,7 @@ async def test_moved_symlink_is_followed(tmp_path: Path) -> None:
 
 
 async def test_target_of_a_symlink_is_watched(tmp_path: Path) -> None:
-    """What a symlink leads to may come and go in its own directory, at the end of a chain of links."""
+    """The target at the end of a chain of symlinks may appear and go."""
     for name in ("links", "middle", "targets"):
         (tmp_path / name).mkdir()
     (tmp_path / "links" / "a").symlink_to("../middle/b")
@@ -464,7 +464,7 @@ async def test_target_of_a_symlink_is_watched(tmp_path: Path) -> None:
 
 
 async def test_linked_directory_is_watched(tmp_path: Path) -> None:
-    """When a symlinked directory of the glob is pointed elsewhere, the devices follow (a ConfigMap's swap)."""
+    """A symlinked directory of the glob is changed, as in a ConfigMap update: the devices follow."""
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
         touch(tmp_path, f"{name}/x")
@@ -478,7 +478,7 @@ async def test_linked_directory_is_watched(tmp_path: Path) -> None:
 
 
 async def test_rescan_finds_what_no_event_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where watching says nothing, looking again from time to time still finds a change."""
+    """Without file events a rescan finds the change."""
     monkeypatch.setattr("deviceplugin.filewatch.Watch.hint", lambda *_: None)
     async with watching(PathSource(f"{tmp_path}/*", rescan=0.02)) as following:
         assert await following() == []
@@ -487,7 +487,7 @@ async def test_rescan_finds_what_no_event_tells(tmp_path: Path, monkeypatch: pyt
 
 
 async def test_churn_of_others_is_not_listed(tmp_path: Path) -> None:
-    """Files that do not match come and go without a new list."""
+    """Files that do not match the glob cause no new list."""
     async with watching(PathSource(f"{tmp_path}/tty*", rescan=NEVER)) as following:
         await following()
         for number in range(50):
@@ -497,7 +497,7 @@ async def test_churn_of_others_is_not_listed(tmp_path: Path) -> None:
 
 
 async def test_unchanged_devices_are_the_same_objects(tmp_path: Path) -> None:
-    """A look that finds the same gives the same devices, so that telling what changed costs little."""
+    """Unchanged devices are the same objects after another scan."""
     touch(tmp_path, "a", "b")
     source = PathSource(f"{tmp_path}/*")
     before = source.scan()
@@ -508,7 +508,7 @@ async def test_unchanged_devices_are_the_same_objects(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not ROOT, reason="only root makes device nodes")
 def test_replaced_node_is_another(tmp_path: Path) -> None:
-    """A device node that is replaced under the same name by another is looked at anew."""
+    """A node that is replaced under the same name is read again."""
     node = tmp_path / "node"
     source = PathSource(str(node), sysfs=sysfs(tmp_path, numa="1", numbers="1:3"))
     os.mknod(node, stat.S_IFCHR | 0o600, os.makedev(1, 5))
@@ -520,7 +520,7 @@ def test_replaced_node_is_another(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not ROOT, reason="only root makes device nodes")
 async def test_replaced_node_is_found_without_an_event(tmp_path: Path) -> None:
-    """A node that is replaced is looked at anew, at the next rescan at the latest, even if its inode is the same."""
+    """Without a file event a rescan finds a node that was replaced, also with the same inode."""
     os.mknod(tmp_path / "node", stat.S_IFCHR | 0o600, os.makedev(1, 5))
     source = PathSource(f"{tmp_path}/n*", sysfs=sysfs(tmp_path, numa="1", numbers="1:3"), rescan=0.05)
     async with watching(source) as following:

@@ -1,4 +1,4 @@
-"""PCI devices from made sysfs trees, and from whatever this machine has."""
+"""PCI devices of made sysfs trees, and of this machine."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def found(tree: Tree, ids: tuple[str, ...] = (), **wanted: Any) -> dict[str, Dev
 
 
 def test_device_is_described_by_its_ids_place_and_names(tree: Tree, tmp_path: Path) -> None:
-    """Vendor, device, class, driver, address, root, NUMA node, group, and names out of pci.ids."""
+    """A device has vendor, device, class, driver, address, root, NUMA node and group, and names from pci.ids."""
     (tmp_path / "pci.ids").write_text(IDS)
     tree.pci("0000:3b:00.0", behind="0000:3a:00.0", numa=1, driver="i40e", group=7)
     device = found(tree, (str(tmp_path / "none"), str(tmp_path / "pci.ids")), vendor="8086")["0000:3b:00.0"]
@@ -64,7 +64,7 @@ def test_device_is_described_by_its_ids_place_and_names(tree: Tree, tmp_path: Pa
 
 
 def test_device_that_pci_ids_does_not_know_has_no_name(tree: Tree, tmp_path: Path) -> None:
-    """Without a line, or without the file, names are left out."""
+    """Without a line in pci.ids, or without the file, a device has no names."""
     (tmp_path / "pci.ids").write_text(IDS)
     tree.pci("0000:01:00.0", "8086", "ffff")
     tree.pci("0000:02:00.0", "abcd", "0001")
@@ -77,7 +77,7 @@ def test_device_that_pci_ids_does_not_know_has_no_name(tree: Tree, tmp_path: Pat
 
 @given(st.text(alphabet=st.characters(exclude_characters="\r"), max_size=400))
 def test_any_file_of_names_can_be_read(text: str) -> None:
-    """Whatever is in pci.ids, reading it gives names of 64 bytes at the most, or none."""
+    """Any contents of pci.ids give names of at most 64 bytes, or none."""
     import tempfile
 
     with tempfile.NamedTemporaryFile("w", encoding="utf-8", errors="surrogatepass") as file:
@@ -105,7 +105,7 @@ def test_any_file_of_names_can_be_read(text: str) -> None:
     ],
 )
 def test_filter_takes_what_fits_in_all(tree: Tree, wanted: dict[str, Any], fits: str) -> None:
-    """Vendor, device, class by prefix, driver and address by pattern, and kind of function."""
+    """A device must fit all of the filter: vendor, device, class prefix, driver, address pattern and function kind."""
     addresses = {"a": "0000:01:00.0", "b": "0000:02:00.0", "g": "0000:03:00.0", "v": "0000:01:02.0"}
     tree.pci(addresses["a"], driver="i40e")
     tree.pci(addresses["b"], driver="vfio-pci", group=2)
@@ -115,7 +115,7 @@ def test_filter_takes_what_fits_in_all(tree: Tree, wanted: dict[str, Any], fits:
 
 
 def test_virtual_functions_know_their_parent(tree: Tree) -> None:
-    """A virtual function names its physical one, which tells how many it has."""
+    """A virtual function has the address of its physical function, which has the number of its virtual functions."""
     parent = tree.pci("0000:01:00.0")
     (parent / "sriov_numvfs").write_text("1\n")
     tree.pci("0000:01:02.0", "8086", "154c", parent="0000:01:00.0")
@@ -141,7 +141,7 @@ def test_virtual_functions_know_their_parent(tree: Tree) -> None:
 def test_a_vfio_group_with_a_function_of_the_host_is_unhealthy(
     tree: Tree, class_: str, driver: str, usable: bool
 ) -> None:
-    """No virtual machine could open it; the message names the function and its driver. Bridges do not count."""
+    """A device of a vfio group with a function of a host driver is unhealthy; bridges in the group do not matter."""
     tree.pci("0000:01:00.0", driver="vfio-pci", group=12)
     tree.pci("0000:01:00.1", class_=class_, driver=driver, group=12)
     (tree.dev / "vfio").mkdir()
@@ -154,7 +154,7 @@ def test_a_vfio_group_with_a_function_of_the_host_is_unhealthy(
 
 
 def test_a_device_whose_nodes_are_not_there_is_unhealthy(tree: Tree) -> None:
-    """No container could start with it; the message names the path and what makes it."""
+    """A device without its nodes is unhealthy; the message names the path and what makes it."""
     tree.pci("0000:01:00.0", driver="vfio-pci", group=12)
     directory = tree.pci("0000:02:00.0")
     tree.node(directory, "drm/card0", "dri/card0")
@@ -168,7 +168,7 @@ def test_a_device_whose_nodes_are_not_there_is_unhealthy(tree: Tree) -> None:
 
 
 def test_vfio_gives_the_group_and_the_container(tree: Tree) -> None:
-    """A device bound to vfio-pci is its group's node, with the one that all groups need."""
+    """A device bound to vfio-pci gives its group's node and /dev/vfio/vfio."""
     tree.pci("0000:01:00.0", driver="vfio-pci", group=12)
     tree.pci("0000:02:00.0", driver="vfio-pci", group=13)
     devices = list(found(tree, driver="vfio-pci").values())
@@ -178,7 +178,7 @@ def test_vfio_gives_the_group_and_the_container(tree: Tree) -> None:
 
 
 def test_other_drivers_nodes_are_found_below_the_device(tree: Tree) -> None:
-    """The nodes are those of the device itself, not of devices behind a bridge."""
+    """The nodes of other drivers are those below the device itself, not below a bridge."""
     gpu = tree.pci("0000:01:00.0", "1002", "73bf", "030000", driver="amdgpu")
     tree.node(gpu, "drm/card0", "dri/card0")
     tree.node(gpu, "drm/renderD128", "dri/renderD128")
@@ -194,22 +194,22 @@ def test_other_drivers_nodes_are_found_below_the_device(tree: Tree) -> None:
 
 
 async def test_addresses_are_in_a_variable_of_the_container(tree: Tree) -> None:
-    """A container finds the addresses of all its devices in one variable, named after the resource."""
+    """One variable, named after the resource, has the addresses of all of a container's devices."""
     for number in (1, 2, 3):
         tree.pci(f"0000:0{number}:00.0")
     source = PciSource(PciConfig(vendor="8086"), resource="example.com/nic-10g", **tree.options)
-    edits = source.edits(source.scan()[1::-1])  # as the kubelet does, in any order
+    edits = source.edits(source.scan()[1::-1])  # in any order, as from the kubelet
     assert dict(edits.env) == {"PCIDEVICE_EXAMPLE_COM_NIC_10G": "0000:01:00.0,0000:02:00.0"}
 
 
 def test_numa_node_that_the_firmware_does_not_know_is_unknown(tree: Tree) -> None:
-    """-1 in sysfs is no NUMA node."""
+    """The NUMA node -1 in sysfs is unknown."""
     tree.pci("0000:01:00.0", numa=-1)
     assert found(tree, vendor="8086")["0000:01:00.0"].numa is None
 
 
 def test_function_that_goes_while_it_is_read_is_left_out(tree: Tree) -> None:
-    """sysfs lists a function whose directory, or a file in it, is not there any more."""
+    """A function that goes while sysfs is read is left out."""
     tree.pci("0000:01:00.0")
     (tree.sys / "bus/pci/devices/0000:02:00.0").symlink_to(tree.sys / "devices/gone")
     for number, name in enumerate(("vendor", "device", "class"), 3):
@@ -220,7 +220,7 @@ def test_function_that_goes_while_it_is_read_is_left_out(tree: Tree) -> None:
 
 
 async def test_driver_that_is_bound_later_is_seen(tree: Tree) -> None:
-    """Binding to vfio-pci makes a node under /dev/vfio, which is the hint to look again."""
+    """A device that is bound to vfio-pci later is listed, since its new node causes a scan."""
     (tree.dev / "vfio").mkdir()
     directory = tree.pci("0000:01:00.0", driver="i40e", group=12)
     source = PciSource(PciConfig(driver="vfio-pci"), rescan=3600, **tree.options)
@@ -234,7 +234,7 @@ async def test_driver_that_is_bound_later_is_seen(tree: Tree) -> None:
 
 
 async def test_device_that_is_hot_plugged_is_seen_at_the_next_look(tree: Tree) -> None:
-    """What makes no node at all is found by looking again."""
+    """A device without a node is found by the next rescan."""
     source = PciSource(PciConfig(vendor="8086"), rescan=0.05, **tree.options)
     async with asyncio.timeout(20), aclosing(cast("Any", source.watch())) as lists:
         assert await anext(lists) == []
@@ -243,14 +243,14 @@ async def test_device_that_is_hot_plugged_is_seen_at_the_next_look(tree: Tree) -
 
 
 def test_without_a_pci_bus_there_are_no_devices(tmp_path: Path) -> None:
-    """A machine without PCI has a note, no error."""
+    """A machine without a PCI bus has no devices and a note."""
     source = PciSource(PciConfig(vendor="8086"), sysfs_root=str(tmp_path))
     assert source.scan() == []
     assert "cannot be read" in source.notes[0]
 
 
 async def test_entry_of_the_config_file_gives_each_vfio_device(tree: Tree) -> None:
-    """Two devices of one resource share /dev/vfio/vfio, and both are served."""
+    """A config entry gives both vfio devices, which share /dev/vfio/vfio."""
     tree.pci("0000:01:00.0", driver="vfio-pci", group=12)
     tree.pci("0000:02:00.0", driver="vfio-pci", group=13)
     text = 'resources: [{name: example.com/nic, devices: [{pci: {class: "02"}}], exclude: ["0000:03:*"]}]'
@@ -267,7 +267,7 @@ async def test_entry_of_the_config_file_gives_each_vfio_device(tree: Tree) -> No
 
 
 def test_devices_of_this_machine_are_read_as_they_are() -> None:
-    """Each PCI device that this machine has is found, by its own address and ids, and can be published."""
+    """The PCI devices of this machine are found with their addresses and ids, and can be published."""
     here = Path("/sys/bus/pci/devices")
     addresses = sorted(os.listdir(here)) if here.is_dir() else []
     devices = {device.id: device for device in PciSource(PciConfig(address="*")).scan()}

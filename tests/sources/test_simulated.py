@@ -1,4 +1,4 @@
-"""Simulated devices: how many, where, and how healthy."""
+"""Simulated devices: number, NUMA nodes and health."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def unhealthy(devices: Sequence[Device]) -> dict[str, str]:
 
 
 def test_ids_are_numbered() -> None:
-    """There are as many devices as asked for, numbered from 0, healthy, of unknown NUMA node."""
+    """Devices are numbered from 0, healthy and without a NUMA node."""
     devices = SimulatedSource(3).devices
     assert [device.id for device in devices] == ["sim-0", "sim-1", "sim-2"]
     assert {(device.health, device.numa) for device in devices} == {(Health.HEALTHY, None)}
@@ -41,7 +41,7 @@ def test_ids_are_numbered() -> None:
 
 @given(st.integers(1, 200), st.integers(1, 16))
 def test_numa_nodes_get_blocks(count: int, numa: int) -> None:
-    """Devices are spread over NUMA nodes in blocks whose sizes differ by one at the most."""
+    """NUMA nodes get consecutive devices, in numbers that differ by at most one."""
     nodes = [device.numa_nodes[0] for device in SimulatedSource(count, numa=numa).devices]
     assert nodes == sorted(nodes)
     sizes = [nodes.count(node) for node in range(numa)]
@@ -63,7 +63,7 @@ async def test_health_is_set_from_any_thread() -> None:
 
 
 async def test_devices_come_and_go() -> None:
-    """Devices that are plugged in and out are listed at once."""
+    """Devices that are added or removed change the list at once."""
     source = SimulatedSource(1)
     async with lists(source) as watch:
         await following(watch)
@@ -76,7 +76,7 @@ async def test_devices_come_and_go() -> None:
 
 
 def test_unknown_device_is_a_mistake() -> None:
-    """Setting the health of a device that is not there, or unplugging it, is an author's mistake."""
+    """Setting the health of an unknown device, or removing it, is a KeyError."""
     with pytest.raises(KeyError):
         SimulatedSource(1).set_health("sim-1", Health.UNHEALTHY)
     with pytest.raises(KeyError):
@@ -84,7 +84,7 @@ def test_unknown_device_is_a_mistake() -> None:
 
 
 async def test_two_watchers_hear_the_same() -> None:
-    """A source may be watched twice; both hear of every change."""
+    """Two watches of one source get every change."""
     source = SimulatedSource(1)
     async with lists(source) as one, lists(source) as other:
         await following(one)
@@ -94,7 +94,7 @@ async def test_two_watchers_hear_the_same() -> None:
 
 
 async def test_changes_after_the_end_are_no_matter() -> None:
-    """A source that nobody watches any more can still be changed."""
+    """A source whose watch has ended can still be changed."""
     source = SimulatedSource(1)
     async with lists(source) as watch:
         await following(watch)
@@ -103,13 +103,13 @@ async def test_changes_after_the_end_are_no_matter() -> None:
 
 
 async def test_file_names_the_unhealthy(tmp_path: Path) -> None:
-    """A watched file turns devices unhealthy from outside, with a reason or without, and well again."""
+    """Devices named in a watched file are unhealthy, with or without a reason, until the file goes."""
     file = tmp_path / "unhealthy"
     async with lists(SimulatedSource(3, unhealthy_file=str(file), rescan=NEVER)) as watch:
         assert unhealthy(await following(watch)) == {}
         file.write_text("# broken ones\n\nsim-1\nsim-2  fell off the bus\n")
         devices = await following(watch)
-        while len(unhealthy(devices)) < 2:  # the file was seen half written
+        while len(unhealthy(devices)) < 2:  # the file may be read half written
             devices = await following(watch)
         assert unhealthy(devices) == {"sim-1": f"named in {file}", "sim-2": "fell off the bus"}
         file.unlink()
@@ -117,7 +117,7 @@ async def test_file_names_the_unhealthy(tmp_path: Path) -> None:
 
 
 async def test_file_in_a_directory_to_come(tmp_path: Path) -> None:
-    """The file's directory need not be there yet."""
+    """The watched file's directory may be created later."""
     file = tmp_path / "later" / "unhealthy"
     async with lists(SimulatedSource(1, unhealthy_file=str(file), rescan=NEVER)) as watch:
         await following(watch)
@@ -129,7 +129,7 @@ async def test_file_in_a_directory_to_come(tmp_path: Path) -> None:
 
 
 def test_unreadable_file_says_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """What cannot be read is not bad news: the health stays as it was, and it is said once."""
+    """If the file cannot be read, the health stays, and that is logged once."""
     file = tmp_path / "unhealthy"
     file.write_text("sim-0\n")
     source = SimulatedSource(1, unhealthy_file=str(file))
@@ -144,7 +144,7 @@ def test_unreadable_file_says_nothing(tmp_path: Path, caplog: pytest.LogCaptureF
 
 
 def test_unknown_names_in_the_file_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A file that names devices that are not there is said, once."""
+    """Unknown names in the file are logged once."""
     file = tmp_path / "unhealthy"
     file.write_text("sim-7\n")
     source = SimulatedSource(1, unhealthy_file=str(file))

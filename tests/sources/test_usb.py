@@ -1,4 +1,4 @@
-"""USB devices from made sysfs trees, plugged in and pulled, and from whatever this machine has."""
+"""USB devices of made sysfs trees, plugged in and pulled, and of this machine."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def hosts(device: Device) -> list[str]:
 
 
 def test_device_is_described_by_its_ids_serial_number_and_names(tree: Tree, tmp_path: Path) -> None:
-    """Vendor, product, serial number, port, controller's root and NUMA node, and names out of usb.ids."""
+    """A device has vendor, product, serial number, port, root and NUMA node, and names from usb.ids."""
     (tmp_path / "usb.ids").write_text("0403  Future Technology Devices\n\t6001  FT232 Serial\n")
     tree.pci("0000:00:14.0", numa=1)
     tree.usb("1-2.1", 4, serial="A50285BI", name="own name", maker="own maker")
@@ -60,14 +60,14 @@ def test_device_is_described_by_its_ids_serial_number_and_names(tree: Tree, tmp_
 
 
 def test_names_are_the_devices_own_where_no_file_has_them(tree: Tree) -> None:
-    """Without usb.ids a device's own strings are its names."""
+    """Without usb.ids the device's own strings are its names."""
     tree.usb("1-1", 2, serial="1", name="Stick", maker="Maker")
     attributes = found(tree)["0403-6001-1"].attributes
     assert (attributes["vendorName"], attributes["product"]) == ("Maker", "Stick")
 
 
 def test_container_gets_the_bus_node_and_what_drivers_made(tree: Tree) -> None:
-    """The device's own node comes first, then those of its interfaces; not those of devices behind it."""
+    """A container gets the device's bus node and the nodes of its interfaces, not those of devices behind it."""
     device = tree.usb("1-1", 2, serial="1")
     tree.node(device, "1-1:1.0/ttyUSB0/tty/ttyUSB0", "ttyUSB0")
     tree.node(device, "1-1.4/1-1.4:1.0/video4linux/video0", "video0")
@@ -75,7 +75,7 @@ def test_container_gets_the_bus_node_and_what_drivers_made(tree: Tree) -> None:
 
 
 def test_hubs_are_no_devices(tree: Tree) -> None:
-    """Neither hubs nor root hubs nor interfaces are listed."""
+    """Hubs, root hubs and interfaces are not listed."""
     tree.usb("1-1", 2, serial="1", class_="09")
     tree.usb("1-1:1.0", 3, serial="2")
     tree.usb("1-1.1", 4, serial="3")
@@ -83,7 +83,7 @@ def test_hubs_are_no_devices(tree: Tree) -> None:
 
 
 def test_device_that_goes_while_it_is_read_is_left_out(tree: Tree) -> None:
-    """sysfs lists a device whose directory, or a file in it, is not there any more, or tells nonsense."""
+    """A device that goes, or has invalid files, while sysfs is read is left out."""
     tree.usb("1-1", 2, serial="1")
     (tree.sys / "bus/usb/devices/1-2").symlink_to(tree.sys / "devices/gone")
     for port, name in enumerate(("idVendor", "idProduct", "busnum", "devnum"), 3):
@@ -93,7 +93,7 @@ def test_device_that_goes_while_it_is_read_is_left_out(tree: Tree) -> None:
 
 
 def test_filter_takes_what_fits_in_all(tree: Tree) -> None:
-    """Vendor, product, and serial number by pattern."""
+    """A device must fit vendor, product and the serial number's pattern."""
     tree.usb("1-1", 2, "0403", "6001", "A1")
     tree.usb("1-2", 3, "0403", "6010", "A2")
     tree.usb("1-3", 4, "1a86", "7523", "B1")
@@ -103,7 +103,7 @@ def test_filter_takes_what_fits_in_all(tree: Tree) -> None:
 
 
 def test_devices_that_no_serial_number_tells_apart_are_named_by_their_port(tree: Tree) -> None:
-    """No serial number, and one that two have, lead to the port."""
+    """A device without a serial number, or with that of another device, has an id with its port."""
     tree.usb("1-1", 2)
     tree.usb("1-2", 3, serial="0001")
     tree.usb("1-3", 4, serial="0001")
@@ -111,7 +111,7 @@ def test_devices_that_no_serial_number_tells_apart_are_named_by_their_port(tree:
 
 
 def test_serial_number_may_be_anything(tree: Tree) -> None:
-    """Characters that an id cannot have are replaced, attributes are cut to what they may be."""
+    """In ids of serial numbers other characters are replaced; attributes are cut to the allowed length."""
     tree.usb("1-1", 2, serial="AB /\u00e9 \u20ac 1", name="\u00e9" * 50)
     (device,) = found(tree).values()
     assert device.id == "0403-6001-AB-1"
@@ -119,11 +119,11 @@ def test_serial_number_may_be_anything(tree: Tree) -> None:
 
 
 async def test_plugging_in_and_pulling_are_seen_by_their_events(tree: Tree) -> None:
-    """Devices come and go without a timer, and one that is plugged in again keeps its id with its new number."""
+    """Events bring devices that are plugged in or pulled; one that returns has its id and a new number."""
     tree.usb("1-1", 2, serial="1")
     async with asyncio.timeout(20), aclosing(cast("Any", usb(tree).watch())) as lists:
         assert [device.id for device in await anext(lists)] == ["0403-6001-1"]
-        tree.usb("2-1", 2, serial="2")  # on a bus that was not there
+        tree.usb("2-1", 2, serial="2")  # on a new bus
         assert [device.id for device in await anext(lists)] == ["0403-6001-1", "0403-6001-2"]
         tree.pull("1-1")
         assert [device.id for device in await anext(lists)] == ["0403-6001-2"]
@@ -134,7 +134,7 @@ async def test_plugging_in_and_pulling_are_seen_by_their_events(tree: Tree) -> N
 
 
 def test_device_keeps_its_id_when_another_one_with_its_serial_number_comes(tree: Tree) -> None:
-    """A pod may have it: what is plugged in keeps its id whatever comes and goes beside it."""
+    """A device keeps its id while others with its serial number or port name come and go."""
     source = usb(tree)
 
     def listed() -> dict[str, str]:
@@ -144,7 +144,7 @@ def test_device_keeps_its_id_when_another_one_with_its_serial_number_comes(tree:
     assert listed() == {"0403-6001-00000001": "002"}
     tree.usb("1-1", 3, serial="00000001")
     assert listed() == {"0403-6001-00000001": "002", "0403-6001-port-1-1": "003"}
-    (tree.sys / "bus/usb/devices/1-2/serial").rename(tree.sys / "serial")  # not to be read for once
+    (tree.sys / "bus/usb/devices/1-2/serial").rename(tree.sys / "serial")  # unreadable at one scan
     assert listed() == {"0403-6001-00000001": "002", "0403-6001-port-1-1": "003"}
     tree.pull("1-2")
     assert listed() == {"0403-6001-port-1-1": "003"}
@@ -153,7 +153,7 @@ def test_device_keeps_its_id_when_another_one_with_its_serial_number_comes(tree:
 
 
 def test_long_serial_number_is_part_of_the_id(tree: Tree) -> None:
-    """A serial number that does not fit is shortened and ends in a hash; the port does not count."""
+    """A long serial number is shortened with a hash in the id; the id does not depend on the port."""
     tree.usb("1-1", 2, serial="A" * 60 + "1")
     tree.usb("1-2", 3, serial="A" * 60 + "2")
     first = {device.id for device in usb(tree).scan()}
@@ -165,7 +165,7 @@ def test_long_serial_number_is_part_of_the_id(tree: Tree) -> None:
 
 
 def test_serial_number_that_reads_like_a_port_takes_no_other_devices_id(tree: Tree) -> None:
-    """Ids differ even then."""
+    """Ids differ also if a serial number looks like a port."""
     source = usb(tree)
     tree.usb("1-2", 2, serial="port-1-1")
     assert [device.id for device in source.scan()] == ["0403-6001-port-1-1"]
@@ -175,8 +175,9 @@ def test_serial_number_that_reads_like_a_port_takes_no_other_devices_id(tree: Tr
 
 @given(st.lists(st.tuples(st.integers(1, 5), st.sampled_from(["", "A", "B", "C"])), max_size=30))
 def test_any_row_of_plugging_and_pulling_leaves_what_is_plugged_in(steps: list[tuple[int, str]]) -> None:
-    """After each step there is one device for each occupied port, with the number that the bus gave it last and the
-    id that it got when it came: by its serial number where that told it apart.
+    """After any steps there is one device for each occupied port, with its last number and its first id.
+
+    The id has the serial number if that was unique when the device came, else the port.
     """
     with tempfile.TemporaryDirectory() as directory:
         tree = Tree(Path(directory))
@@ -196,7 +197,7 @@ def test_any_row_of_plugging_and_pulling_leaves_what_is_plugged_in(steps: list[t
 
 
 async def test_first_device_on_a_machine_without_usb_is_seen(tmp_path: Path) -> None:
-    """Where neither sysfs nor /dev has USB yet, a controller that comes is noticed."""
+    """Without USB in sysfs and /dev there is a note; a device of a later controller is listed."""
     tree = Tree(tmp_path)
     (tree.sys / "bus/usb/devices").rmdir()
     source = usb(tree, vendor="0403")
@@ -209,7 +210,7 @@ async def test_first_device_on_a_machine_without_usb_is_seen(tmp_path: Path) -> 
 
 
 async def test_entry_of_the_config_file_gives_usb_devices(tree: Tree) -> None:
-    """`usb:` in a resource's devices, with include and replicas by name."""
+    """A resource with `usb:`, include and replicas by name lists the devices."""
     for number in (1, 2, 3):
         tree.usb(f"1-{number}", number + 1, serial=f"A{number}", name="Coral Accelerator" if number == 1 else "")
     text = """
@@ -230,13 +231,13 @@ async def test_entry_of_the_config_file_gives_usb_devices(tree: Tree) -> None:
 
 
 def test_devices_of_this_machine_can_be_published() -> None:
-    """Whatever USB devices this machine has are read without an error."""
+    """The USB devices of this machine can be read and published."""
     for device in UsbSource(UsbConfig()).scan():
         assert not list(naming.problems(device, "usb.example.com"))
 
 
 def test_a_device_that_changes_its_ids_is_one_device_of_its_port(tree: Tree) -> None:
-    """The list has all its ids; the port is its id and identity, so nothing changes but the node and the attributes."""
+    """A device that returns at its port with other ids keeps its id and identity if the source has all its ids."""
     ids = UsbConfig(vendor="1a6e", product="089a"), UsbConfig(vendor="18d1")
     source = UsbSource(*ids, ids=[], **tree.options)
     first = tree.usb("1-2", 4, "1a6e", "089a")
@@ -254,7 +255,7 @@ def test_a_device_that_changes_its_ids_is_one_device_of_its_port(tree: Tree) -> 
 
 
 def test_what_is_looked_for_is_named(tree: Tree) -> None:
-    """Of several ids all are."""
+    """The note about devices that are not found names all wanted ids."""
     source = UsbSource(UsbConfig(vendor="1a6e"), UsbConfig(product="9302"), **tree.options)
     assert source.scan() == []
     assert source.notes == ("none of 0 USB devices has vendor 1a6e or product 9302; plugged in later it is found",)

@@ -1,4 +1,4 @@
-"""What a resource says of all its devices: which ones, how often, and whose hooks are asked."""
+"""Settings for all devices of a resource: filters, replicas and hooks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from deviceplugin.sources import ConfiguredSource
 
 
 class Entry(DeviceSource):
-    """Some devices, with hooks that tell of which ones they were asked."""
+    """An entry with these devices."""
 
     def __init__(self, *devices: Device) -> None:
         self.listed = devices
@@ -27,7 +27,7 @@ class Entry(DeviceSource):
 
 
 class Hooked(Entry):
-    """An entry that has hooks; one of them waits."""
+    """An entry with hooks, which records the devices that `edits` gets."""
 
     def edits(self, devices: Sequence[Device]) -> ContainerEdits:
         self.asked.append([device.id for device in devices])
@@ -42,7 +42,7 @@ class Hooked(Entry):
 
 
 async def configured(fields: str, *entries: DeviceSource) -> tuple[ConfiguredSource, list[Device]]:
-    """A resource with these fields and entries, and its first list."""
+    """Return a resource with these fields and entries, and its first list."""
     source = ConfiguredSource(
         parse(f"resources: [{{name: example.com/a, devices: [path: /dev/null], {fields}}}]").resources[0]
     )
@@ -72,7 +72,7 @@ DEVICES = (
     ],
 )
 async def test_devices_are_included_and_excluded_by_what_users_call_them(fields: str, left: list[str]) -> None:
-    """Patterns fit ids, PCI addresses, and the paths on the host and in the container; exclude wins."""
+    """Patterns match ids, PCI addresses, and paths on the host and in the container; exclude wins over include."""
     _, devices = await configured(fields, Entry(*DEVICES))
     assert [device.id for device in devices] == left
 
@@ -90,14 +90,14 @@ async def test_devices_are_included_and_excluded_by_what_users_call_them(fields:
     ],
 )
 async def test_replicas_by_name_take_the_first_that_fits(replicas: str, counts: list[int]) -> None:
-    """Names fit words of the product, ids and addresses, in upper or lower case; a100 is not a10."""
+    """The first matching pattern gives the replicas: by id, address or word of the product, in any case."""
     source, devices = await configured(f"sharing: {{replicas: {replicas}}}", Entry(*DEVICES))
     assert [source.replicas_of(device) for device in devices] == counts
     assert source.replicas == source.config.sharing.most >= max(counts)
 
 
 def test_order_of_replicas_by_name_is_a_change() -> None:
-    """A reload sees that other patterns come first."""
+    """Another order of the patterns is a change of the resource."""
     one, other = (
         parse(f"resources: [{{name: example.com/a, devices: [path: /x], sharing: {{replicas: {replicas}}}}}]")
         for replicas in ("{a: 2, b: 3}", "{b: 3, a: 2}")
@@ -106,7 +106,7 @@ def test_order_of_replicas_by_name_is_a_change() -> None:
 
 
 async def test_hooks_are_asked_of_each_entry_for_its_own_devices() -> None:
-    """An entry's edits see its own devices of a container together; the resource's settings win over them."""
+    """The `edits` of an entry get the container's devices of this entry; the resource's settings win."""
     hooked = Hooked(Device("a"), Device("b"))
     source, devices = await configured("env: {MINE: '2'}", hooked, Entry(Device("c")))
     assert source.hooks == {"edits", "measure"}
@@ -119,7 +119,7 @@ async def test_hooks_are_asked_of_each_entry_for_its_own_devices() -> None:
 
 
 async def test_resource_whose_entries_have_no_hooks_has_none() -> None:
-    """Plain entries cost no call for each container."""
+    """A resource whose entries have no hooks has none."""
     source, _ = await configured("", Entry(*DEVICES))
     assert source.hooks == frozenset()
 
@@ -143,7 +143,7 @@ async def test_resource_whose_entries_have_no_hooks_has_none() -> None:
     ],
 )
 def test_entry_that_cannot_be_meant_is_refused_with_advice(entries: str, advice: str) -> None:
-    """A filter that takes everything, ids that are none, and words that are unknown are said with their place."""
+    """A filter that matches everything, invalid ids and unknown words are errors with advice."""
     with pytest.raises(ConfigError) as raised:
         parse(f"resources: [{{name: example.com/a, devices: {entries}}}]")
     assert advice in str(raised.value)

@@ -1,4 +1,4 @@
-"""Made sysfs trees with PCI and USB devices, as the kernel lays them out."""
+"""Makes sysfs trees with PCI and USB devices, as those of the kernel."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Tree:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Where the sources find it."""
+        """The source's options for this tree."""
         return {"sysfs_root": str(self.sys), "dev": str(self.dev)}
 
     def pci(
@@ -66,7 +66,7 @@ class Tree:
         (directory / "driver").symlink_to(self.sys / "bus/pci/drivers" / driver)
 
     def node(self, directory: Path, below: str, name: str) -> None:
-        """Have a driver make a device node of a device."""
+        """Make a device node of a device's driver."""
         place = directory / below
         place.mkdir(parents=True, exist_ok=True)
         (place / "uevent").write_text(f"MAJOR=1\nMINOR=3\nDEVNAME={name}\n")
@@ -74,7 +74,7 @@ class Tree:
         (self.dev / name).touch()
 
     def number(self, number: str, directory: Path, below: str, kind: str = "char") -> None:
-        """Have a device, or a part of it, have a device number."""
+        """Give a device, or a directory below it, a device number."""
         (directory / below).mkdir(parents=True, exist_ok=True)
         (self.sys / "dev" / kind).mkdir(parents=True, exist_ok=True)
         link = self.sys / "dev" / kind / number
@@ -94,7 +94,7 @@ class Tree:
         name: str = "",
         maker: str = "",
     ) -> Path:
-        """Plug a USB device in; number: the one that the bus gives it."""
+        """Plug in a USB device. number: its number on the bus."""
         bus = int(port.partition("-")[0])
         directory = self.sys / f"devices/pci{controller[:7]}" / controller / f"usb{bus}" / port
         directory.mkdir(parents=True)
@@ -109,11 +109,11 @@ class Tree:
         (self.sys / "bus/usb/devices" / port).symlink_to(directory)
         node = self.dev / f"bus/usb/{bus:03}/{number:03}"
         node.parent.mkdir(parents=True, exist_ok=True)
-        node.touch()  # the last step, as in the kernel: here the event is
+        node.touch()  # the last step, as in the kernel, which causes the event
         return directory
 
     def pull(self, port: str) -> None:
-        """Pull a USB device out."""
+        """Pull a USB device."""
         link = self.sys / "bus/usb/devices" / port
         values = {name: (link / name).read_text().strip() for name in ("busnum", "devnum")}
         link.unlink()
