@@ -1,7 +1,7 @@
-"""A small model of the cluster autoscaler: which nodes it takes for unready, which it would drain, and if it stops.
+"""A small model of the cluster autoscaler: the nodes that it counts as unready or drains, and whether it stops.
 
 Written from its rules (33c3f97b: pkg/simulator/utilization/info.go, pkg/processors/customresources/dra_processor.go,
-pkg/clusterstate) and from what it did; tests/dra/rollout/test_autoscaler.py has that as a table.
+pkg/clusterstate) and from its observed behaviour; tests/dra/rollout/test_autoscaler.py has that as a table.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MOST_UNREADY: Final = 0.45
 
 
 class Verdict(enum.Enum):
-    """What it makes of a node. USED: it stays. IDLE: it is drained. DISABLED: it is marked, and so stays."""
+    """The autoscaler's verdict on a node. USED: it stays. IDLE: it is drained. DISABLED: it is marked, and so stays."""
 
     USED = "used"
     IDLE = "idle"
@@ -34,7 +34,7 @@ class Verdict(enum.Enum):
 def judge(
     nodes: Sequence[Object], slices: Iterable[Object], claims: Iterable[Object] = (), pods: Iterable[Object] = ()
 ) -> dict[str, Verdict]:
-    """Return its verdict on each node of one group; any of the nodes may be the one that it takes as the template."""
+    """Return the verdict on each node of one group; any of the nodes may be the template of the group."""
     by_node: dict[str, list[Object]] = {node["metadata"]["name"]: [] for node in nodes}
     for body in slices:
         if (name := body["spec"].get("nodeName", "")) in by_node:
@@ -61,13 +61,13 @@ def judge(
 
 
 def stops(verdicts: Mapping[str, Verdict]) -> bool:
-    """Return whether it scales nothing any more, up or down."""
+    """Return whether the autoscaler stops scaling in both directions."""
     unready = sum(verdict is Verdict.UNREADY for verdict in verdicts.values())
     return unready > OK_UNREADY and unready > MOST_UNREADY * len(verdicts)
 
 
 def _complete_pools(slices: Iterable[Object]) -> Counter[str]:
-    """Return how many complete pools each driver has; an empty one counts."""
+    """Return the number of complete pools of each driver; an empty pool counts."""
     found: dict[tuple[str, str], list[Object]] = {}
     for body in slices:
         found.setdefault((body["spec"]["driver"], body["spec"]["pool"]["name"]), []).append(body["spec"]["pool"])

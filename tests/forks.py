@@ -22,7 +22,7 @@ from tests.event_loop import OUTPUT, record_file_operations
 __all__ = ["SERVER", "Forked"]
 
 SERVER = multiprocessing.get_context("forkserver")
-"""Python has one fork server: whoever needs one takes this."""
+"""The fork server of Python, of which a process has one."""
 SERVER.set_forkserver_preload(
     [
         "deviceplugin.metrics.collectors",

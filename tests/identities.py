@@ -6,5 +6,5 @@ from deviceplugin.identity import Identity, identified
 
 
 def seen_as(boot: str, *tokens: str) -> Identity:
-    """What hardware with these tokens was in a boot of the node."""
+    """Return the identity of hardware with these tokens in a boot of the node."""
     return identified(frozenset(tokens), boot)

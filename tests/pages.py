@@ -1,7 +1,7 @@
-"""Pages of documentation as what a reader does: files to write, commands to run, and what they print.
+"""Pages of documentation as steps of a reader: files to write, commands to run, and their output.
 
-A block whose first line is `# NAME` is a file NAME; a block `console` has commands after `$ ` and what they print,
-where `...` stands for any lines.
+A block whose first line is `# NAME` is a file NAME; a block `console` has commands after `$ ` and their output, where
+`...` stands for any lines.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.source import ROOT
 
 @dataclass(frozen=True)
 class Step:
-    """A file to write (name), or a command to run: what follows in its block. line: of the page, from 0."""
+    """A file to write (name), or a command to run. text: the file's content, or the command's output. line: from 0."""
 
     line: int
     text: str
@@ -27,7 +27,7 @@ class Step:
 
 
 def steps(page: str) -> list[Step]:
-    """Return what a reader does, in its order."""
+    """Return the steps of a page, in order."""
     found = []
     lines = page.splitlines()
     for block in re.finditer(r"^```(\w+)\n(.*?)^```$", page, re.MULTILINE | re.DOTALL):
@@ -45,9 +45,9 @@ def steps(page: str) -> list[Step]:
 
 
 def plain(text: str) -> list[str]:
-    """Return the lines of a text without what differs from run to run.
+    """Return the lines of a text without the parts that differ from run to run.
 
-    Ages and durations, the random ends of names, the width of columns, and lines that say how far something is.
+    These are ages and durations, the random ends of names, the width of columns, and lines about progress.
     """
     lines = []
     for line in text.strip().splitlines():
@@ -59,9 +59,9 @@ def plain(text: str) -> list[str]:
 
 
 def agrees(step: Step, text: str) -> bool:
-    """Return whether a command has printed what the page shows; `...` there stands for any lines.
+    """Return whether a command's output is the page's; `...` on the page stands for any lines.
 
-    A command that waits may explain more on its way.
+    The output of a command that waits may have further lines.
     """
     shown, seen = plain(step.text), plain(text)
     if "--wait" in step.command:
@@ -87,7 +87,7 @@ def run(command: str, directory: Path, environment: dict[str, str]) -> str:
 
 
 def with_outputs(page: str, outputs: dict[int, str]) -> str:
-    """Return the page with what its commands printed, by the line of the command."""
+    """Return the page with the output of its commands, by the line of the command."""
     lines, inside = [], False
     for number, line in enumerate(page.splitlines()):
         if line.startswith("$ ") or line == "```":

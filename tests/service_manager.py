@@ -13,7 +13,7 @@ DEADLINE = 60.0
 
 
 class ServiceManagerEnd:
-    """What a process has told its service manager. told: all variables until now."""
+    """The messages of a process to its service manager. told: all variables so far."""
 
     def __init__(self, receiving: socket.socket) -> None:
         self.told: list[str] = []

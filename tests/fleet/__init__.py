@@ -1,1 +1,1 @@
-"""Many agents of the real code at one real API server: what they ask of it, and what commands for many nodes cost."""
+"""Many real agents at one real API server: their requests, and the costs of commands for many nodes."""

@@ -1,7 +1,7 @@
-"""What the API server's audit log says of requests: pure functions over its lines.
+"""Requests from the API server's audit log: pure functions over its lines.
 
-The policy `POLICY` logs the requests of ServiceAccounts alone, without their bodies. A request that priority and
-fairness refuses is in it, too: that comes after the audit (DefaultBuildHandlerChain, config.go, 1.36).
+The policy `POLICY` logs the requests of ServiceAccounts only, without their bodies. A request that priority and
+fairness refuses is logged too, as the audit comes first (DefaultBuildHandlerChain, config.go, 1.36).
 """
 
 from __future__ import annotations

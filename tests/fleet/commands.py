@@ -1,4 +1,4 @@
-"""What `status` and `rollout` cost with many nodes: Node objects, Leases and slices as agents write them, no agents."""
+"""Costs of `status` and `rollout` for many nodes: Node objects, Leases and slices as agents write them, no agents."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ class Reports:
             if wanted.share != self._done[name].share:
                 api.patch("Lease", name, patch, NAMESPACE, api_version="coordination.k8s.io/v1")
         except (OSError, ApiError):
-            return  # It is tried again.
+            return  # The write is retried.
         self._done[name] = wanted
 
 
@@ -236,7 +236,7 @@ def run(plane: ControlPlane, kubeconfig: Path, *arguments: str) -> Command:
 
 
 def measure(plane: ControlPlane, count: int) -> tuple[list[Command], tuple[int, float, int]]:
-    """Run both commands with so many nodes; return their figures, and those of a list of all slices (`by_driver`)."""
+    """Run both commands with `count` nodes; return their figures, and those of a list of all slices (`by_driver`)."""
     names = names_of(count)
     reports = Reports(plane, names)
     began = time.monotonic()

@@ -1,4 +1,4 @@
-"""The limits that a run fails on when one is missed."""
+"""The limits of a run; the run fails if one is missed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Limit(NamedTuple):
-    """A figure and what it may be. least: whether it is the least that it must be, not the most that it may be."""
+    """A figure and its limit. least: whether the limit is the minimum, not the maximum."""
 
     what: str
     value: float
@@ -16,7 +16,7 @@ class Limit(NamedTuple):
 
     @property
     def met(self) -> bool:
-        """Whether it is kept."""
+        """Whether the figure is within the limit."""
         return self.value >= self.bound if self.least else self.value <= self.bound
 
     @property

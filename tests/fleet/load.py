@@ -102,7 +102,7 @@ class Pods:
         self._api.delete("Pod", name, NAMESPACE, "v1")
 
     def found(self) -> dict[str, Any]:
-        """Return what the kubelets of all processes have found of pods."""
+        """Return the results about pods of the kubelets of all processes."""
         found: dict[str, Any] = {"ran": {}, "failed": [], "overlaps": []}
         for worker in self._fleet.workers:
             more = worker.order("pods_found").result(120)
@@ -128,9 +128,9 @@ class Pods:
 def run(
     measured: Measured, pods: Pods, name: str, seconds: float, claims: Iterator[bool], beside: Callable[[], int]
 ) -> Load:
-    """Fill the fleet, then start short pods for so many seconds. claims: whether the next pod has a claim.
+    """Fill the fleet, then start short pods for this number of seconds. claims: whether the next pod has a claim.
 
-    beside: runs meanwhile, and returns how many devices it has moved.
+    beside: runs at the same time, and returns the number of devices that it has moved.
     """
     nodes = measured.fleet.names
     devices = DEVICES * len(nodes)
@@ -175,7 +175,7 @@ def run(
 
 
 def _short(pods: Pods, name: str, rate: float, seconds: float, claims: Iterator[bool]) -> list[str]:
-    """Start pods at a rate, and delete each after LIFE seconds; return their names when the last one was deleted."""
+    """Start pods at a rate, and delete each after LIFE seconds; return their names after the last deletion."""
     ends: list[tuple[float, str]] = []
     begun: list[str] = []
     began = time.monotonic()
@@ -194,7 +194,7 @@ def _short(pods: Pods, name: str, rate: float, seconds: float, claims: Iterator[
 
 
 def rollout(kubeconfig: Path, measured: Measured, nodes: Sequence[str]) -> int:
-    """Roll out a share of one device on nodes, past those with held devices; return how many devices have moved."""
+    """Roll out a share of one device on nodes, past those with held devices; return the number of moved devices."""
     for node in nodes:
         measured.plane.api.patch("Node", node, {"metadata": {"labels": {"moves": "one"}}}, api_version="v1")
     command = [sys.executable, "-m", "dra_bridge", "rollout", "--driver", DRIVER, "--share", "1"]
@@ -229,7 +229,7 @@ def measure(measured: Measured, seconds: float) -> list[Load]:
 
 
 def limits(found: Sequence[Load]) -> list[Limit]:
-    """Return the limits of loads. What a rollout asks meanwhile has limits of its own."""
+    """Return the limits of loads. The requests of a rollout at the same time have other limits."""
     every: list[Limit] = []
     for one in found:
         every.append(Limit(f"load by {one.name}: pods that failed", len(one.failed), 0))

@@ -1,4 +1,4 @@
-"""What one node can have: the agent as a process of its own on a fake node, with many devices, claims and pods."""
+"""The load that one node can have: an agent process on a fake node, with many devices, claims and pods."""
 
 from __future__ import annotations
 
@@ -63,13 +63,13 @@ class OneNode:
 
 
 def use(agent: Process, root: Path) -> Use:
-    """Return what an agent uses. root: of its kubelet."""
+    """Return the resources that an agent uses. root: the directory of its kubelet."""
     (ledger,) = (root / "plugins").rglob("register.db")
     return Use(agent.resident / 1e6, ledger.stat().st_size, agent.descriptors, agent.threads)
 
 
 def at_rest(agent: Process, root: Path) -> Use:
-    """Return what an agent uses once its memory and its files do not change any more."""
+    """Return the resources that an agent uses, once its memory and its files are stable."""
     agent.settled()
     return use(agent, root)
 
@@ -92,7 +92,7 @@ def each(pods: Sequence[FakePod], do: Callable[[FakePod], object]) -> None:
 
 
 def measure(count: int) -> OneNode:
-    """Run so many pods on a node, in rounds of as many as it can have at once."""
+    """Run `count` pods on a node, in rounds of as many pods as the node can have at once."""
     with FakeApiServer() as server, FakeNode(server, "n1") as node:
         server.create(device_class(RESOURCE, DRIVER))
         path, file = node.root / "config.yaml", written(node.root / "kubeconfig", server.url, {"token": "t"})

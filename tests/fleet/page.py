@@ -1,4 +1,4 @@
-"""Writes docs/scale.md: each part of a run writes its own section, the others stay as they were measured before."""
+"""Writes docs/scale.md: each part of a run writes its own section, and other sections stay."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def sections(text: str) -> dict[str, str]:
 
 
 def write(new: Mapping[str, str], path: Path = PAGE) -> None:
-    """Write the page with these sections, by part, in place of former ones."""
+    """Write the page with these sections, by part, in place of their former texts."""
     kept = sections(path.read_text()) if path.exists() else {}
     kept |= {part: f"\n{body.strip()}\n\n" for part, body in new.items()}
     body = "".join(f"## {heading}\n{kept[part]}" for part, heading in ORDER.items() if part in kept)

@@ -39,7 +39,7 @@ class Peers:
 
 
 def measure(measured: Measured, worker: Worker, count: int, seconds: float, *, reopened: bool = False) -> Peers | None:
-    """Run so many Go drivers beside the agents; None if there is no program. seconds, reopened: of the rest of both."""
+    """Run `count` Go drivers beside the agents; None without the program. seconds, reopened: for the rest of both."""
     program = peer(PROGRAM)
     if program is None:
         return None

@@ -41,14 +41,14 @@ _LABEL: Final = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 
 class Usage(NamedTuple):
-    """What a process has used. cpu: seconds so far, with those of its ended children. resident: MB now."""
+    """Resources used by a process. cpu: seconds so far, with those of its ended children. resident: MB now."""
 
     cpu: float
     resident: float
 
     @classmethod
     def of(cls, pid: int) -> Usage:
-        """Return what a process has used."""
+        """Return the resources used by a process."""
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         resident = int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
         return cls(sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK"), resident)
@@ -94,7 +94,7 @@ class ControlPlane(Cluster):
         self.components["kube-scheduler"].start()
 
     def install(self, **options: Any) -> None:
-        """Apply what the manifests say, all but the DaemonSet."""
+        """Apply the objects of the manifests, except the DaemonSet."""
         text = json.dumps(CONFIG)
         objects = manifests(config.parse(text), text, Deployment(**options))
         self.api.apply([body for body in objects if body["kind"] != "DaemonSet"])
@@ -161,7 +161,7 @@ class ControlPlane(Cluster):
         return found
 
     def flows(self) -> Flows:
-        """Return what priority and fairness has done so far."""
+        """Return the numbers of API priority and fairness so far."""
         dispatched, rejected, refused, waited = (
             "apiserver_flowcontrol_dispatched_requests_total",
             "apiserver_flowcontrol_rejected_requests_total",
@@ -180,12 +180,12 @@ class ControlPlane(Cluster):
         return Flows(by_schema(dispatched), by_schema(rejected), by_schema(waited, {"+Inf": 1, "0": -1}), int(too_many))
 
     def usage(self) -> Usage:
-        """Return what the API server has used."""
+        """Return the resources used by the API server."""
         return Usage.of(self.components["kube-apiserver"].pid)
 
 
 class Flows(NamedTuple):
-    """Requests by flow schema. waited: those that had to wait in a queue. too_many: answers 429 of all users."""
+    """Requests by flow schema. waited: requests that waited in a queue. too_many: answers 429 of all users."""
 
     dispatched: Counter[str]
     rejected: Counter[str]
@@ -195,7 +195,7 @@ class Flows(NamedTuple):
 
 @contextmanager
 def control_plane() -> Iterator[ControlPlane]:
-    """Run one while the context lasts."""
+    """Run a control plane while the context is open."""
     with ControlPlane() as plane:
         yield plane
 

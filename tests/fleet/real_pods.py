@@ -22,7 +22,7 @@ LONGEST: Final = 300.0
 
 
 class ClaimsOfPods(Protocol):
-    """What an embedded kubelet reads claims from."""
+    """The source of claims of an embedded kubelet."""
 
     def adopt(self, claim: Object) -> None:
         """Have a claim that the real scheduler has allocated."""
@@ -105,7 +105,7 @@ class RealPods:
             claims.release(name, metadata["namespace"])
 
     def found(self) -> dict[str, Any]:
-        """Return what was found so far, for JSON. overlaps: devices that two pods had at once."""
+        """Return the results so far, for JSON. overlaps: devices that two pods had at the same time."""
         both = [str(pair) for node, _ in self._nodes.values() for pair in overlaps(node.holdings())]
         return {"ran": dict(self.ran), "failed": list(self.failed), "overlaps": both}
 

@@ -62,7 +62,7 @@ class Worker:
             future.set_exception(OrderError("the process has ended"))
 
     def order(self, do: str, **arguments: Any) -> Future[Any]:
-        """Give an order; return what will have its result. Raises OrderError there."""
+        """Send an order; return a future with its result, or with an OrderError."""
         future: Future[Any] = Future()
         assert self.process.stdin is not None
         with self._lock:
@@ -73,7 +73,7 @@ class Worker:
         return future
 
     def usage(self) -> Usage:
-        """Return what the process has used."""
+        """Return the CPU time and memory of the process."""
         return Usage.of(self.process.pid)
 
     def close(self) -> None:
@@ -104,7 +104,7 @@ class Fleet:
         return next(worker for worker in self.workers if node in worker.names)
 
     def start(self, names: Sequence[str], interval: float, **options: Any) -> None:
-        """Start nodes with agents, one after each interval (in seconds)."""
+        """Start nodes with agents, one per interval (in seconds)."""
         parts = [list(names[number :: len(self.workers)]) for number in range(len(self.workers))]
         orders = []
         for worker, part in zip(self.workers, parts, strict=True):
@@ -122,7 +122,7 @@ class Fleet:
 
 @contextmanager
 def fleet(plane: ControlPlane, count: int, period: float = PERIOD) -> Iterator[Fleet]:
-    """Run so many processes while the context lasts."""
+    """Run this number of processes while the context is open."""
     plane.accounts.mkdir(exist_ok=True)
     (plane.accounts / "admin").write_text(plane.admin_token)
     if not (plane.accounts / "ca.crt").exists():

@@ -117,11 +117,11 @@ def test_a_lost_ledger_is_rebuilt_so_that_no_device_has_two_holders() -> None:
 
 @exploration
 def test_two_devices_never_go_wrong_whatever_happens() -> None:
-    """Two devices, a pod, all faults; two pods, two claims and crashes at length: every state there is.
+    """Two devices, one pod, all faults; at length two pods, two claims and crashes: no reachable state is wrong.
 
-    No device with two holders, none offered on both sides; none lost for ever either: whatever
-    state is left alone comes to one where all has ended that was begun, and from each of these
-    on to rest. That it comes there is shown at length, else tried with states at random.
+    No device has two holders or is offered on both sides, and none is lost for good: from each state the system comes
+    to a state in which everything that was begun has ended, and from there to rest. At length this is shown for all
+    states, otherwise for random ones.
     """
     small = Small() if AT_LENGTH else Small(pods=1, claims=0, crashes=False)
     halves = Halves(small)

@@ -48,4 +48,4 @@ class AdoptedScenarios(PluginScenarios):
 
     @pytest.mark.skip(reason=NO_CHECKPOINT)
     def test_sharing_is_switched_on_and_off(self, node: Node) -> None:
-        """The plugin cannot know when those who share have ended."""
+        """Skipped: the plugin cannot know when the pods that share a device have ended."""

@@ -1,4 +1,4 @@
-"""A node whose kubelet is the fake one; its agents are processes all the same."""
+"""A node with the fake kubelet and with agents that are real processes."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ class NodeWithAgents:
         return agent
 
     def end_agents(self) -> None:
-        """Kill those that run, and print what each has said for whoever looks."""
+        """Kill the running agents, and print the log of each agent."""
         for agent in self.agents:
             if agent.process.poll() is None:
                 agent.kill()

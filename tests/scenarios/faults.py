@@ -1,7 +1,7 @@
-"""What an author of a device plugin may rely on while the kubelet makes mistakes; for the fake and a real kubelet.
+"""Guarantees for the author of a device plugin while the kubelet fails; for the fake and a real kubelet.
 
-`released` is not called for a device while a container has it, nobody else gets it, and `released` is called
-afterwards. Derive a test class from `FaultScenarios` where there is a fixture `node` that is a `FaultyNode`.
+`released` is not called for a device while a container has it, no other pod gets the device, and `released` is called
+afterwards. Derive a test class from `FaultScenarios`, with a fixture `node` that is a `FaultyNode`.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class Plugin:
         wait_for(f"{device} to be released", lambda: self.released(device) > before, self._node.patience)
 
     def wait_scanned(self, held: str) -> None:
-        """Wait until the agent has seen who holds what: until it has released the device of a pod that came and went.
+        """Wait until the agent has scanned for holders: until it has released the device of a pod that has ended.
 
-        held: a device that this pod must not get. A pod that the kubelet would have given it to fails, and the
-        device is withheld from the kubelet then.
+        held: a device that this pod must not get. If the kubelet chooses this device, the pod fails, and the device is
+        then withheld from the kubelet.
         """
         probe = self._node.start_pod(f"probe-{next(self._probes)}", {RESOURCE: 1})
         wait_for(f"{probe} to start", lambda: probe.phase() in ("Running", "Failed"), self._node.patience)

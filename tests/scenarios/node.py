@@ -1,6 +1,6 @@
-"""What a scenario needs of a node; the fake kubelet and a real one both give it.
+"""The interface of a node for scenarios; the fake kubelet and a real one implement it.
 
-Whatever waits has a deadline, `patience` seconds unless it is given another, and fails the test past it.
+Each wait has a deadline of `patience` seconds, unless it is given another, and fails the test past it.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Agent(Protocol):
         """Replace its config file."""
 
     def log(self) -> str:
-        """Return what it has said."""
+        """Return the container's output."""
 
 
 class Node(Protocol):
@@ -79,16 +79,16 @@ class Node(Protocol):
         """Make a pod; it starts when the scheduler finds room for it."""
 
     def allocatable(self, resource: str) -> int:
-        """Return what the node's status says is allocatable."""
+        """Return the allocatable number in the node's status."""
 
     def wait_allocatable(self, resource: str, count: int) -> None:
-        """Wait until so many are allocatable."""
+        """Wait until this number of devices is allocatable."""
 
     def restart_kubelet(self) -> None:
-        """Restart the kubelet; return when what the node's status says comes from the new one."""
+        """Restart the kubelet; return when the new kubelet has written the node's status."""
 
     def make_device_node(self, path: Path) -> None:
-        """Make a device node, or a file that does for one."""
+        """Make a device node, or a file in place of one."""
 
     def remove_device_node(self, path: Path) -> None:
         """Remove it."""
@@ -98,10 +98,10 @@ class FaultyPod(Pod, Protocol):
     """A pod whose end the kubelet may not see."""
 
     def runs(self) -> bool:
-        """Whether its container's process is there, whatever anybody says of the pod."""
+        """Whether the container's process exists, whatever the pod's status is."""
 
     def complete(self) -> None:
-        """Let its container end by itself; it is not started again."""
+        """Let the container end by itself; it is not restarted."""
 
     def force_delete(self, *, hang: bool = False) -> None:
         """Delete the pod with a grace period of 0; hang: the runtime does not end its container."""
@@ -110,7 +110,7 @@ class FaultyPod(Pod, Protocol):
         """Remove a static pod's manifest; its container ignores that it is to end."""
 
     def end_containers(self) -> None:
-        """Let the runtime answer again, or the grace period end; wait until nothing of the pod runs."""
+        """Let the runtime answer again, or the grace period end; wait until no process of the pod runs."""
 
 
 class FaultyNode(Node, Protocol):
@@ -123,13 +123,13 @@ class FaultyNode(Node, Protocol):
         """Make a pod by a manifest on the node, and wait until it runs."""
 
     def stop_kubelet(self) -> None:
-        """Kill the kubelet; what runs goes on."""
+        """Kill the kubelet; containers go on."""
 
     def start_kubelet(self) -> None:
         """Start the kubelet and return when it answers."""
 
     def cut_off(self) -> None:
-        """Keep the API server from the kubelet; a kubelet that starts knows of no pods but static ones."""
+        """Make the API server unreachable for the kubelet; a kubelet that starts then knows only static pods."""
 
     def reconnect(self) -> None:
         """Let the API server reach the kubelet again."""
@@ -149,7 +149,7 @@ class FaultyNode(Node, Protocol):
 
 
 def wait_for(what: str, condition: Callable[[], bool], timeout: float) -> None:
-    """Look until a condition that notifies nobody is true; fail when it is not in time."""
+    """Check a condition without a notification until it is true; fail after the timeout."""
     deadline = time.monotonic() + timeout
     while not condition():
         assert time.monotonic() < deadline, f"waited {timeout} s for {what}"

@@ -22,7 +22,7 @@ _INIT = scanning.HolderScanner.__init__
 
 
 def quick_scanner(scanner: scanning.HolderScanner, *arguments: Any, **more: Any) -> None:
-    """Make a scanner that scans more often than it is told to."""
+    """Make a scanner with the short period PERIOD."""
     _INIT(scanner, *arguments, **more)
     scanner.period = PERIOD
 

@@ -34,7 +34,7 @@ class Vendor:
         foreign.write(self.file, resources, **self.quirks)
 
     def health(self, **health: str) -> None:
-        """Have the first resource's devices be healthy or not; those that are not named are gone."""
+        """Set the health of the first resource's devices; devices that are not named are gone."""
         self.show({**self.resources[0], "devices": health}, *self.resources[1:])
 
     def start(self) -> Vendor:
@@ -56,7 +56,7 @@ class Vendor:
         self.start()
 
     def status(self, timeout: float = 30.0) -> int:
-        """Wait until it has ended by itself; return its exit status."""
+        """Wait until the process has ended; return its exit status."""
         assert self.process is not None
         return self.process.wait(timeout)
 
@@ -64,7 +64,7 @@ class Vendor:
         return foreign.calls(self.notes, call)
 
     def wait(self, call: str, count: int = 1, timeout: float = 30.0) -> dict[str, Any]:
-        """Wait until it has noted so many; return the last of them."""
+        """Wait until the process has recorded this number of calls; return the last one."""
         enough: Callable[[], bool] = lambda: len(self.calls(call)) >= count  # noqa: E731
         wait_for(f"{count} {call}: {self.log.read_text()[-2000:]}", enough, timeout)
         return self.calls(call)[-1]

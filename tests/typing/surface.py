@@ -1,4 +1,4 @@
-"""How authors use the package, for mypy --strict alone: nothing here is run."""
+"""Uses of the package by authors, only for mypy --strict: no code here is run."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ SCALARS = st.sampled_from(
 
 @st.composite
 def pod_specs(draw: st.DrawFn, indent: str) -> tuple[str, list[tuple[str, int]]]:
-    """The lines of a pod spec that is indented, and who wants how many."""
+    """The lines of an indented pod spec, and the number of GPUs of each container."""
     wanted = []
     step = draw(st.sampled_from(["", "  "]))
     text = draw(LINES) + f"{indent}containers:{draw(COMMENTS)}\n"
@@ -69,7 +69,7 @@ def pod_specs(draw: st.DrawFn, indent: str) -> tuple[str, list[tuple[str, int]]]
 
 @st.composite
 def containers(draw: st.DrawFn, indent: str, name: str, count: int) -> tuple[str, list[tuple[str, int]]]:
-    """The lines of a container, and what it wants of GPUs."""
+    """The lines of a container, and its number of GPUs."""
     parts = [f"name: &{name} {name}{draw(COMMENTS)}\n"]
     parts += [f"{draw(SCALARS).format(i=indent, n=name)}\n"] if draw(st.booleans()) else []
     resources = draw(resource_lines(indent, count))
@@ -82,7 +82,7 @@ def containers(draw: st.DrawFn, indent: str, name: str, count: int) -> tuple[str
 
 @st.composite
 def resource_lines(draw: st.DrawFn, indent: str, count: int) -> str:
-    """The lines of a container's resources; they ask for so many GPUs."""
+    """The lines of a container's resources, with `count` GPUs."""
     quote = draw(st.sampled_from(["", '"', "'"]))
     value = draw(st.sampled_from([f"{count}", f'"{count}"', f"'{count}'"]))
     limits = [(f"{quote}{GPU}{quote}", value)]
@@ -158,7 +158,7 @@ def lists(draw: st.DrawFn, name: str) -> tuple[str, list[tuple[str, int]]]:
 
 @st.composite
 def cron_jobs(draw: st.DrawFn, name: str) -> tuple[str, list[tuple[str, int]]]:
-    """A CronJob, whose pod spec is the first thing in its document."""
+    """A CronJob whose pod spec is at the begin of its document."""
     spec, wanted = draw(pod_specs("          "))
     head = "spec:\n  jobTemplate:\n    spec:\n      template:\n        spec:\n"
     return f"{head}{spec}kind: CronJob\nmetadata: {{name: {name}}}\napiVersion: batch/v1\n", wanted

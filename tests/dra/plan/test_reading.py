@@ -1,4 +1,4 @@
-"""What `plan` asks the API server, and what becomes of answers that it does not get."""
+"""The requests of `plan` to the API server, and its handling of missing answers."""
 
 from __future__ import annotations
 

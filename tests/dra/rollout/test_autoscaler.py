@@ -60,8 +60,10 @@ def test_no_used_node_is_drained_while_a_rollout_runs(
     interrupted: int,
     foreign: frozenset[int],
 ) -> None:
-    """Whatever the shares, whoever is slow, if runs are interrupted and undone: no used node is drained, none unready
-    once pools are published, and at the end nothing is left of what the rollout has set."""
+    """While rollouts run, are interrupted and undone, no used node is drained, and no node is unready at rest.
+
+    This holds for any shares and slow nodes. After the undo all annotations are as before.
+    """
     theirs = {SCALE_DOWN_DISABLED: "true"}
     first = {f"n{number}": dict(theirs) if number in foreign else {} for number in range(count)}
     group = Group({name: dict(found) for name, found in first.items()})

@@ -41,7 +41,7 @@ def pod(name: str, at: int, count: int = 1, *, dra: bool = False, phase: str = "
     ],
 )
 def test_pods_that_are_denied(pods: list[dict[str, Any]], ended: tuple[str, ...]) -> None:
-    """Their ages are those that the kubelet sorts by; what is over, or asks for none, does not count."""
+    """Pods have the order of the kubelet. Ended pods, and pods without a limit of the resource, do not count."""
     assert denied_pods(pods, R) == ended
 
 
@@ -55,7 +55,7 @@ def view(*states: State) -> NodeView:
 
 def test_nodes_with_holders_on_both_sides() -> None:
     """No other node is looked at; a pod that its agent names is not named again."""
-    # They are made in one second here: then the kubelet may take either for the older one.
+    # The pods are created within one second, so the kubelet may take either for the older one.
     pods = {"n1": [pod("served", 1, dra=True), pod("young", 2)]}
     assert mixed(view(State.DRA, State.DRA)) == []
     assert ended_by_restart([view(State.DRA, State.DRA)], {}) == []

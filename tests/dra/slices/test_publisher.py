@@ -931,7 +931,7 @@ async def test_a_deletion_overtakes_the_answer_to_a_write(
 
 
 async def test_a_refusal_that_passes_is_tried_again_soon(server: FakeApiServer) -> None:
-    """A refusal by a policy that changed a moment ago is retried within the 2 s deadline of the test's client."""
+    """After two refusals of a create, as by a policy that changed a moment ago, the create is retried soon."""
     server.fail(lambda request: request.method == "POST" and "dryRun" not in request.query, Fault(code=422), 2)
     async with publishing(server, pool(*many(2))):
         assert len(published(server)) == 2
