@@ -42,7 +42,7 @@ def pytest_xdist_setupnodes(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Spread modules over the processes of pytest-xdist: those of one directory wait, those of another compute."""
+    """Spread modules over the processes of pytest-xdist: tests of some directories wait, tests of others compute."""
     if "PYTEST_XDIST_WORKER" in os.environ:
         items.sort(key=lambda item: 0 if "cluster" in item.path.parts else zlib.crc32(item.path.name.encode()))
 

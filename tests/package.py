@@ -45,7 +45,7 @@ def _run(command: Sequence[str | Path], cwd: Path) -> str:
 
 
 def check_files(names: Sequence[str]) -> None:
-    """Compare the files of a source distribution with those that git knows, in a work tree."""
+    """Compare the files of a source distribution with the files in git, in a work tree."""
     if not (ROOT / ".git").exists():
         return
     known = {name for name in _run(["git", "ls-files"], ROOT).splitlines() if (ROOT / name).exists()}

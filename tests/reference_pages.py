@@ -94,7 +94,7 @@ def _objects(schema: Any, path: str, defs: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _meaning(schema: Any, defs: Any) -> str:
-    """Return what a key is: its description, or that of what it refers to; possible values and the default."""
+    """Return the description of a key, or of the schema that it refers to, with its possible values and default."""
     target = defs.get(schema.get("$ref", "").rpartition("/")[2], schema)
     text = schema.get("description") or target.get("description", "")
     if values := schema.get("enum"):

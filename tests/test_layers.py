@@ -83,7 +83,7 @@ def test_each_module_belongs_to_a_layer() -> None:
 
 
 def test_layers_import_what_they_may() -> None:
-    """A module imports from its own layer and from those that its layer may import, also for types alone."""
+    """A module imports from its own layer and from the layers that its layer may import, also for types alone."""
     crossed = {(name, layer_of(name), other) for name in PRODUCT for other in crossings(name)}
     assert not {(name, layer, other) for name, layer, other in crossed if other not in MAY_IMPORT[layer]}
 

@@ -32,7 +32,7 @@ _BEYOND = (
     "would be offered to nobody",
     "all parts are optional",
 )
-"""What only the code can say; the schema lets it pass."""
+"""Messages of problems that only the code finds; the schema accepts such files."""
 
 
 def test_schema_file_is_that_of_the_code() -> None:

@@ -53,5 +53,5 @@ def test_versions_are_those_of_the_api(version: str) -> None:
 
 @given(st.from_regex(r"\A[+0-9.]{1,4}([a-zA-Z]{0,2}|e[+-]?[0-9]{1,2})\Z"))
 def test_quantities_are_those_of_the_api(quantity: str) -> None:
-    """The pattern for quantities takes what the API server takes, but for what is too much."""
+    """The pattern for quantities takes what the API server takes, except quantities that are too large."""
     assert matches(texts.QUANTITY, quantity) == allowed(naming.parse_quantity, quantity)

@@ -54,7 +54,7 @@ class Listed(DeviceSource):
         self.list(*(devices or ("d0", "d1")))
 
     def list(self, *devices: Device | str, **fields: Any) -> None:
-        """Have these devices and no others; fields: further ones of those that are named by their ids."""
+        """List these devices and no others; fields: further fields of the devices that are given by id."""
         self.lists.put_nowait([one if isinstance(one, Device) else self.device(one, **fields) for one in devices])
 
     def device(self, name: str, **fields: Any) -> Device:
@@ -79,7 +79,7 @@ def healthy(node: FakeKubelet, *resources: str) -> set[str]:
 
 
 def sliced(node: FakeNode, driver: str = "") -> set[str]:
-    """Return the names of the devices in a driver's slices; "": in those of all drivers."""
+    """Return the names of the devices in a driver's slices; "": in the slices of all drivers."""
     specs = [one["spec"] for one in node.server.objects("resourceslices")]
     return {device["name"] for one in specs if driver in ("", one["driver"]) for device in one.get("devices") or ()}
 

@@ -1,4 +1,4 @@
-"""The bridge's demo: it checks what it tells, so its exit status is most of the test."""
+"""The bridge's demo checks its own statements, so its exit status is most of the test."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ LIMITS = "{name: example.com/fpga, devices: [{path: /dev/fpga*}]}"
 
 
 def unit(resource: str = BOTH, name: str = "dra-bridge.service", **how: Any) -> dict[str, str]:
-    """Return the settings of a unit, those that are there more than once joined."""
+    """Return the settings of a unit; settings with several lines are joined."""
     text = units(parse(f"resources: [{resource}]"), Deployment(**how))[name]
     settings: dict[str, list[str]] = {}
     for key, value in re.findall(r"^(\w+)=(.*)$", text, re.MULTILINE):

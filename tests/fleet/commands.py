@@ -69,7 +69,7 @@ def report(share: str, requested: str) -> str:
 
 
 class Wanted(NamedTuple):
-    """What the annotations of a Node ask of its agent. share: "" for none. pool: whether a pool even if it is empty."""
+    """The annotations of a Node for its agent. share: "" for none. pool: whether a slice even without devices."""
 
     share: str = ""
     pool: bool = False

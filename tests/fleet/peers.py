@@ -25,9 +25,9 @@ FIRST: Final = 9000
 
 @dataclass
 class Peers:
-    """What Go drivers ask. start, claim: for each driver and claim. rest: for each driver in a minute.
+    """The requests of Go drivers. start, claim: for each driver and claim. rest: for each driver in a minute.
 
-    beside: the agents meanwhile.
+    beside: the agents at the same time.
     """
 
     nodes: int

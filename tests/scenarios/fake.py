@@ -115,7 +115,7 @@ class FakeNodePod:
 
 
 class NodeWithAgents:
-    """A node's directory and agents of one scenario. program: what runs them, and what all of them are told."""
+    """A node's directory and agents of one scenario. program, arguments: for the start of each agent."""
 
     def __init__(self, directory: Path, program: Sequence[str], arguments: Sequence[str], *, forked: bool) -> None:
         self.directory = directory

@@ -18,7 +18,7 @@ class Pod(Protocol):
 
     @property
     def name(self) -> str:
-        """Its name."""
+        """The pod's name."""
 
     def wait_running(self) -> Self:
         """Wait until its container runs; fail if it ends first."""

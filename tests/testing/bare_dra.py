@@ -17,9 +17,9 @@ DRIVER = "bare.example.com"
 
 
 class BareDriver(RegistrationServicer, DRAPluginServicer):
-    """Prepares what it is asked for with device d-<claim>, and notes the claims' names.
+    """Prepares claims with a device d-<claim>, and records the claims' names.
 
-    before_answer: called with a method before it is answered; what it raises fails the call.
+    before_answer: called with a method before its answer; an exception fails the call.
     """
 
     def __init__(self, root: Path, name: str = DRIVER) -> None:

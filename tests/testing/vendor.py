@@ -19,7 +19,7 @@ def resource(*ids: str, name: str = RESOURCE, **answer: Any) -> dict[str, Any]:
 
 
 class Vendor:
-    """The process; its file, and what it has noted."""
+    """The process, its file, and its record of calls."""
 
     def __init__(self, where: Path, directory: Path, *resources: Mapping[str, Any], **quirks: Any) -> None:
         self.file, self.notes, self.log = (where / f"vendor.{end}" for end in ("json", "notes", "log"))

@@ -114,7 +114,7 @@ class Group:
             self.patch(name, autoscaler.release_patch(D, self.now(name), step))
 
     def agent(self, name: str) -> None:
-        """Let an agent take in the share, or have its devices moved, and then publish what it has to."""
+        """Let an agent take in the share, or else have its devices moved, and then publish its slice."""
         wanted = self.annotations[name].get(SHARE, "")
         if self.known[name] != wanted:
             self.known[name] = wanted
