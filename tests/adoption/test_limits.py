@@ -405,7 +405,7 @@ def test_a_reload_keeps_what_is_passed_through(node: Node) -> None:
 
 
 def test_the_config_needs_the_option(tmp_path: Path, fake_kubelet: FakeKubelet) -> None:
-    """A config alone, without `--adopt`, adopts no plugin."""
+    """A config that names a plugin is refused without `--adopt`; the error names the option."""
     config = tmp_path / "config.yaml"
     config.write_text(json.dumps({"resources": [{"name": RESOURCE, "devices": [{"plugin": {}}]}]}))
     arguments = ["-m", "deviceplugin", "run", "--config", str(config), *fake_kubelet.arguments]

@@ -99,7 +99,7 @@ async def test_asking_a_kubelet(fake_kubelet: FakeKubelet) -> None:
 async def test_calls_share_a_connection_until_the_kubelet_ends(
     fake_kubelet: FakeKubelet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Calls share one connection; after a kubelet restart the first call succeeds on a new one."""
+    """Consecutive calls share one connection; after a kubelet restart the first call succeeds on a new one."""
     made: list[Any] = []
     channel = grpc.aio.insecure_channel
 
@@ -125,7 +125,7 @@ async def test_calls_share_a_connection_until_the_kubelet_ends(
 async def test_a_kubelet_that_others_ask_too_often(
     fake_kubelet: FakeKubelet, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """At the kubelet's limit of 100 calls a second, shared by all clients, `List` is tried again without a log line."""
+    """At the kubelet's limit of 100 calls a second, shared by all clients, `List` is given up after some tries."""
     caplog.set_level("INFO")
     fake_kubelet.pod_resources_refused = 1.0
     monkeypatch.setattr(podresources, "LIST_TRIES", 3)

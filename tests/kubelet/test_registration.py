@@ -257,7 +257,7 @@ _seen = st.builds(Seen, _identities, *[st.booleans()] * 3, _identities, st.float
 
 @given(_seen)
 def test_rests_only_when_the_kubelet_can_use_it(now: Seen) -> None:
-    """It rests only if the present kubelet is registered with and listens, and registers only with a kubelet there."""
+    """The step is REST only with a live stream of the present kubelet, and REGISTER only with a kubelet and devices."""
     step = next_step(now, 5.0)
     if step is Step.REST:
         assert now.kubelet == now.registered is not None

@@ -677,7 +677,7 @@ run(Toys(), metrics_address="192.0.2.1:9", token={str(tmp_path / "token")!r}, ce
         ],
     )
     def test_what_protects_nothing_is_refused(self, fields: dict[str, Any], message: str) -> None:
-        """An invalid file name, and a key without a certificate, raise in the author's own line."""
+        """A path that is not absolute, and a key without a certificate, raise in the author's own line."""
         for start in (deviceplugin.run, dra_bridge.run):
             with pytest.raises(ValueError, match=re.escape(message)):
                 start(Gpus(), argv=[], **fields)

@@ -169,7 +169,7 @@ class TestGauge:
         assert calls == 2
 
     async def test_a_reading_grows_old_and_disappears(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """A reading that is older than about two periods is dropped."""
+        """A reading that is older than 2.5 periods is dropped."""
         now = 1000.0
         monkeypatch.setattr(load, "time", SimpleNamespace(monotonic=lambda: now, perf_counter=lambda: now))
         gauge = Gauge(Plain(lambda: {"a": {"fan_ratio": 0.5}}), 10)

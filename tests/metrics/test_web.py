@@ -394,7 +394,7 @@ class TestSharing:
     def test_flood_of_requests_keeps_nobody_out(
         self, serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """While 60 clients send 300 requests each, other clients are answered, and few pages are rendered."""
+        """While 60 clients send 300 requests each, other clients are answered, and one page is rendered at most."""
         renderings: list[int] = []
 
         def render(key: object) -> Answer:

@@ -83,7 +83,7 @@ def test_hubs_are_no_devices(tree: Tree) -> None:
 
 
 def test_device_that_goes_while_it_is_read_is_left_out(tree: Tree) -> None:
-    """A device that goes, or has invalid files, while sysfs is read is left out."""
+    """A device that goes, or lacks a file, while sysfs is read is left out."""
     tree.usb("1-1", 2, serial="1")
     (tree.sys / "bus/usb/devices/1-2").symlink_to(tree.sys / "devices/gone")
     for port, name in enumerate(("idVendor", "idProduct", "busnum", "devnum"), 3):
