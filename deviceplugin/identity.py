@@ -84,8 +84,12 @@ def identity_of(paths: Iterable[str], stat: Stat = looked_at.stat, *, files: boo
 
 
 def numbers_of(paths: Iterable[str], stat: Stat = looked_at.stat) -> Tokens:
-    """Return the tokens of the device nodes among these paths. Blocks."""
-    return identity_of(paths, stat, files=False)
+    """Return the tokens of the device nodes at these paths, and below the directories at these paths. Blocks.
+
+    A container gets all nodes below a directory (containerd 2.1, pkg/oci/utils_unix.go: getDevices).
+    """
+    below = (os.path.join(place, name) for path in paths for place, _, names in os.walk(path) for name in names)
+    return identity_of((*paths, *below), stat, files=False)
 
 
 def _numbers(device: Device, stat: Stat) -> dict[str, str]:

@@ -93,6 +93,15 @@ def test_paths_are_known_by_what_they_lead_to(tmp_path: Path) -> None:
     assert identity.tokens_now(group) == {two.identity}
 
 
+def test_a_directory_stands_for_all_nodes_below_it(tmp_path: Path) -> None:
+    """A runtime gives a container each device node below a directory that an AllocateResponse names."""
+    (tmp_path / "snd" / "by-path").mkdir(parents=True)
+    for name in ("snd/controlC0", "snd/by-path/pcm"):
+        (tmp_path / name).symlink_to("/dev/tty" if name.endswith("pcm") else "/dev/ptmx")
+    assert identity.numbers_of([str(tmp_path / "snd")]) == identity.numbers_of(["/dev/tty", "/dev/ptmx"])
+    assert len(identity.numbers_of([str(tmp_path / "snd")])) == 2
+
+
 def test_what_a_device_is_now_is_found_by_its_paths(tmp_path: Path) -> None:
     """The tokens of a device are read from its paths: a file that was replaced is other hardware."""
     path = tmp_path / "f"

@@ -193,9 +193,12 @@ def opened(response: str, resource: str, boot: str, numbers: Callable[[Iterable[
 
 
 def nodes_missing(response: str, resource: str, wanted: Wanted, boot: str) -> bool:
-    """Return whether an AllocateResponse of another boot names device nodes, but `wanted` has none of them."""
+    """Return whether an AllocateResponse of another boot names device nodes, but `wanted` has none of them.
+
+    For an adopted resource, return whether `wanted` has less nodes than the response.
+    """
     of, _, paths = _decoded(response, resource)
-    return of != boot and bool(paths) and not (wanted.identity.tokens or wanted.identity.reached)
+    return of != boot and len(wanted.identity.reached) < len(paths) and not wanted.identity.tokens
 
 
 def ours(wanted: Wanted) -> bool:

@@ -357,6 +357,11 @@ def unrecorded(seen: UnrecordedEvidence, title: Callable[[str], str] = str) -> t
                 uses.append(Use(unit, who, what.key, tokens, part_of(amount), takes_recorded(amount), reached))
         elif tokens and not (is_recorded and tokens <= recorded[allocation[:2]]):
             uses.append(Use(unit, who, None, tokens, None))
+        record = seen.records.get(allocation[2:])
+        known = record.identity.reaches(seen.boot) if record is not None else frozenset()
+        if not ours(what) and (opened := what.identity.reaches(seen.boot) - known):
+            # A node in the response of an adopted plugin did not exist at Allocate.
+            uses.append(Use(unit, who, None, frozenset(), None, reached=opened))
     return tuple(uses)
 
 

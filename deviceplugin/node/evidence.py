@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from deviceplugin.adoption.source import AdoptedSource
-from deviceplugin.exclusion import NO_TOKENS, DeviceKey
+from deviceplugin.exclusion import NO_TOKENS, DeviceKey, titled
 from deviceplugin.kubelet.checkpoint import DeviceLists
 from deviceplugin.kubelet.orphaned_claims import OrphanedClaims
 from deviceplugin.kubelet.paths import Paths
@@ -94,8 +94,8 @@ class NodeEvidence(RegisterHost):
         """Return a use for each free device of an adopted resource that may have a holder under another name.
 
         A holder may have the device under an id that the vendor's plugin does not list now. Or a holder has the device
-        from another resource, whose source lists a device node in the plugin's last response for the device. others:
-        the uses by other drivers and plugins.
+        from another resource: the plugin's last response for the device names a device node of it. others: the uses by
+        other drivers and plugins.
         """
         records, held = self.register.snapshot, dict[str, str]()
         for allocation in records.allocations_of(resource):
@@ -111,9 +111,10 @@ class NodeEvidence(RegisterHost):
         if (plugin := source.plugins.plugin(resource)) is not None:
             listed, view = self.register.hardware().listed, View(self.register.boot, others=others)
             for name, nodes in plugin.opens.items():
-                for use in question.uses(records, nodes & listed, view) if name not in held else ():
-                    if not use.own.isdisjoint(nodes & listed):
-                        uses.append(use._replace(key=(resource, name), tokens=NO_TOKENS, reached=NO_TOKENS, part=None))
+                for use in question.uses(records, nodes, view) if name not in held else ():
+                    if question.opened(nodes, resource, use, listed):
+                        title = f"{use.title}, as {titled(use.key)}" if use.key is not None else use.title
+                        uses.append(Use(use.unit, title, (resource, name), NO_TOKENS, None))
         return uses
 
     async def reread(self, *, checkpoint: bool = True) -> None:

@@ -179,13 +179,8 @@ def _use(
 
 
 def wanted_use(unit: tuple[str, ...], wanted: Wanted, view: View) -> Use:
-    """Return a requested device as a `Use`, with the hardware that the device's name stands for now.
-
-    A device node in `reached` that identifies no listed device is left out, because it can be a control node.
-    """
+    """Return a requested device as a `Use`, with the hardware that the device's name stands for now."""
     use = _use(unit, "", wanted.key, wanted.identity, wanted.amount, view)
-    if use.reached:
-        use = use._replace(reached=use.reached.intersection(frozenset[str]().union(*view.present.values())))
     present = view.present.get(wanted.key)
     return use if present is None else use._replace(tokens=use.tokens | present)
 
@@ -286,10 +281,8 @@ def refusal(
     """Return why a holder must not get the devices `wanted` in addition to all present uses; "" if it may get them.
 
     Present uses by the same holder (equal `unit`) are ignored. Several requests for one device are added up. beside:
-    further uses that count as present uses. A device node that both a requested and a present use only reach
-    (`Use.reached`) identifies neither device, so it excludes nothing. own: a function that returns True for another
-    holder's use that is to be ignored as well. counted: a function that returns False for a use whose quantities of
-    counters are to be ignored.
+    further uses that count as present uses. own: a function that returns True for another holder's use that is to be
+    ignored as well. counted: a function that returns False for a use whose quantities of counters are to be ignored.
     """
     points, count = set[Point](), 0
     for use in wanted:
@@ -304,6 +297,7 @@ def refusal(
     if not held and not beside and count == len(points):
         return ""  # In this usual case, no device has a holder or is requested twice.
     units = {use.unit for use in wanted}
+    listed = frozenset[str]().union(*view.present.values()) if any(use.reached for use in wanted) else frozenset()
     wanted = [use for use in wanted if use.part != 0]
     held = [use for use in (*held, *beside) if use.part != 0]
     others = [use for use in held if use.unit not in units and not own(use)]
@@ -312,12 +306,12 @@ def refusal(
             if use.key == other.key and not same_hardware(use.tokens, other.tokens):
                 return f"{_titled(use)} is held as {shown(other.tokens)}, and is {shown(use.tokens)} now"
         for other in others:
-            if (common := _common(use, other)) and None in (use.part, other.part):
+            if (common := _common(use, other, listed)) and None in (use.part, other.part):
                 return _excluded(use, other, common)
     for use in wanted:
         for point in use.points:
-            of_point = [each for each in others if point in _common(use, each)]
-            same = [each for each in wanted if each is use or point in _common(use, each)]
+            of_point = [each for each in others if point in _common(use, each, listed)]
+            same = [each for each in wanted if each is use or point in _common(use, each, listed)]
             parts = (*(_part_beside(each, use) for each in of_point), *(each.part or _ONE for each in same))
             if len(parts) > 1 and sum(parts) > 1:
                 return _excluded(use, of_point[0], {point}) if of_point else _twice(same[0], same[1], point)
@@ -333,9 +327,25 @@ def refusal(
     return ""
 
 
-def _common(use: Use, other: Use) -> set[Point]:
-    """Return the points by which two uses can be of the same device: at least one of the uses has the point as own."""
-    return (use.own & other.points) | (use.points & other.own)
+def _common(use: Use, other: Use, listed: Tokens) -> Collection[Point]:
+    """Return the points of a requested use that the device of another use has. listed: see `opened`."""
+    common = use.own & other.points
+    if use.reached and use.key is not None:
+        return common | opened(use.reached, use.key[0], other, listed)
+    return common
+
+
+def opened(nodes: Tokens, resource: str, other: Use, listed: Tokens) -> Tokens:
+    """Return those of the device nodes of a holder that identify the device of another use.
+
+    A vendor's plugin gives its holders nodes of devices, and control nodes, which identify no device. Two holders that
+    only reach a node (`Use.reached`) do not exclude each other, and neither do holders of one resource of such a
+    plugin. resource: the holder's resource. listed: the tokens of all listed devices. If the other use is known by
+    tokens alone, these can be of control nodes too, and only tokens of listed devices count.
+    """
+    if other.key is None:
+        return nodes & listed & other.tokens - other.left
+    return nodes & other.tokens - other.left if other.key[0] != resource else frozenset()
 
 
 def _unreleased(wanted: Collection[Use], held: Sequence[Use], view: View) -> list[Use]:

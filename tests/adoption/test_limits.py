@@ -195,9 +195,57 @@ def test_a_node_that_a_pod_has_from_another_resource(listed_twice: Node) -> None
         with pytest.raises(PodFailedError, match="are the same hardware"):
             kubelet.run_pod(name, {RESOURCE: 1})
         kubelet.wait_allocatable(RESOURCE, count)
+    listed_twice.wait_log(f"is held by pod default/first, as tty of {OTHER}")
     first.delete()
     kubelet.wait_allocatable(RESOURCE, 2)
     kubelet.run_pod("fourth", {RESOURCE: 2})
+
+
+def test_a_node_that_exists_only_after_allocate(node: Node) -> None:
+    """The plugin names a node that does not exist yet. Once it exists, the pod has its device."""
+    late, kubelet = node.where / "late", node.kubelet
+    node.write_config(
+        {"name": RESOURCE, "devices": [{"plugin": {}}]}, {"name": OTHER, "devices": [{"path": "/dev/tty"}]}
+    )
+    node.adopt(resource("g0", nodes=[[str(late), "/dev/tty", "rw"]]), count=1)
+    kubelet.wait_allocatable(OTHER, 1)
+    first = kubelet.start_pod("first", {RESOURCE: 1})
+    node.wait_log("pod default/first got 1 device")
+    late.symlink_to("/dev/tty")
+    with pytest.raises(PodFailedError):
+        kubelet.run_pod("second", {OTHER: 1})
+    first.wait_running()
+    first.delete()
+    kubelet.wait_allocatable(OTHER, 1)
+
+
+@pytest.mark.parametrize("unlisted", ["dropped", "restart", "another agent"])
+def test_a_node_that_a_pod_has_from_a_resource_that_the_agent_does_not_list(node: Node, unlisted: str) -> None:
+    """The pod's resource has left the config, or another agent serves it: the plugin's device is not allocated."""
+    kubelet, terminal = node.kubelet, {"name": OTHER, "devices": [{"path": "/dev/tty"}]}
+    adopted = {"name": RESOURCE, "devices": [{"plugin": {}}]}
+    node.write_config(*([adopted] if unlisted == "another agent" else [adopted, terminal]))
+    node.adopt(resource("g0", **SHARED), count=1)
+    if unlisted == "another agent":
+        adopting, node.config = node.config, node.where / "other.yaml"
+        node.write_config(terminal)
+        node.run_agent("deviceplugin", *kubelet.arguments, adopts=False)
+        node.config = adopting
+    kubelet.wait_allocatable(OTHER, 1)
+    first = kubelet.run_pod("first", {OTHER: 1})
+    if unlisted != "another agent":
+        node.write_config(adopted)
+        kubelet.wait_allocatable(OTHER, 0)
+    if unlisted == "restart":
+        node.agents[-1].kill()
+        node.agent()
+        kubelet.wait_allocatable(RESOURCE, 1)
+    with pytest.raises(PodFailedError, match="are the same hardware"):
+        kubelet.run_pod("second", {RESOURCE: 1})
+    kubelet.wait_allocatable(RESOURCE, 0)
+    first.delete()
+    kubelet.wait_allocatable(RESOURCE, 1)
+    kubelet.run_pod("third", {RESOURCE: 1})
 
 
 def test_the_plugin_goes_back_to_the_kubelet(node: Node) -> None:
