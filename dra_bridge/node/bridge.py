@@ -276,7 +276,7 @@ class Bridge(ClaimSide):
 
         The agent's mount still contains the deleted directory.
         """
-        looks, directory = self.node.drivers.cdi_looks, own_directory(self.node.drivers.cdi_directory)
+        looks, directory = self.node.drivers.cdi_looks, self.node.drivers.cdi_directory
         deleted = False
         while not deleted:
             await asyncio.sleep(CDI_CHECK)
