@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, Generic, TypeVar
@@ -24,13 +25,18 @@ class DirectoryReader:
     """Waits for changes of directories.
 
     directories: for each directory, a function that returns those parts of the directory's content whose changes end a
-    wait of this reader. unwatched, polled: the arguments of the present call of `wait`.
+    wait of this reader. unwatched, polled: arguments of the last call of `wait`.
     """
 
     def __init__(self, directories: Mapping[DirectoryWatch[Any], Callable[[Any], object]]) -> None:
         self.unwatched = math.inf
         self.polled: Collection[DirectoryWatch[Any]] = ()
+        self._interval = 0.0
+        self._later: asyncio.TimerHandle | None = None
+        """The timer of a comparison that was delayed until the end of the interval."""
         self._directories = directories
+        self._shown: dict[DirectoryWatch[Any], tuple[Any, float]] = {}
+        """For each directory, the content with which the next content is compared, and the time of its read."""
         self._changed = asyncio.Event()
         self._watcher = filewatch.shared()
 
@@ -38,14 +44,31 @@ class DirectoryReader:
         """End the present or the next wait. Any thread may call this method."""
         self._watcher.call(self._changed.set)
 
-    def changed(self, directory: DirectoryWatch[Any], before: Any, now: Any) -> None:
+    def show(self, directory: DirectoryWatch[Any], now: Any, at: float) -> None:
         """End the present or the next wait if the parts of the content for this reader have changed.
 
-        Must be called in the event loop. before: the former content; None if the directory was not read before.
+        Must be called in the event loop, after each read. at: the time of the read (monotonic seconds).
         """
+        before, last = self._shown.get(directory, (None, -math.inf))
+        if (rest := last + self._interval - at) > 0:
+            if self._later is None:
+                self._later = asyncio.get_running_loop().call_later(rest, self._show_latest)
+            return
+        self._shown[directory] = now, at
         part = self._directories[directory]
-        if before is None or part(before) != part(now):
+        if before is None or (before is not now and part(before) != part(now)):
             self._changed.set()
+
+    def _show_latest(self) -> None:
+        self._later = None
+        for directory in self._directories:
+            if directory.latest is not None:
+                self.show(directory, directory.latest, time.monotonic())
+
+    def close(self) -> None:
+        """End a delayed comparison."""
+        if self._later is not None:
+            self._later.cancel()
 
     async def wait(
         self,
@@ -53,13 +76,15 @@ class DirectoryReader:
         unwatched: float = math.inf,
         *,
         polled: Collection[DirectoryWatch[Any]] = (),
+        interval: float = 0.0,
     ) -> bool:
         """Wait until a directory's content changes or `wake` is called. Return False after `timeout` seconds.
 
         unwatched: the maximum seconds between two reads of directories without file events. polled: the directories
         whose file events this reader does not need now. A directory is not watched while no reader needs its events.
+        interval: the minimum seconds between two comparisons of the content. A change in between is seen at its end.
         """
-        self.unwatched, self.polled = unwatched, polled
+        self.unwatched, self.polled, self._interval = unwatched, polled, interval
         for directory in self._directories:
             directory.hurry(unwatched, events=directory not in polled)
         changed = await in_time(self._changed.wait(), timeout)
@@ -97,19 +122,16 @@ class DirectoryWatch(Generic[_T]):
     async def now(self) -> _T:
         """Read the directories now. Raises LookTimeoutError.
 
-        Calls that arrive while a read runs all get the result of the next read.
+        Calls that arrive before this read begins, or while another read runs, share one read.
         """
-        if (look := self.looks.brief("socket", self._contents)) is None:
-            return await self._call()
-        self.latest = latest = look.result
-        return latest
+        return await self._call()
 
     async def seen(self) -> _T:
         """Return the content at the last read; read now if there was none. Raises LookTimeoutError if a read hangs."""
         return self.latest if self.latest is not None and not self.looks.hanging else await self.now()
 
     async def _look(self) -> _T:
-        self.latest = latest = await self.looks.at("socket", self._contents)
+        self.latest = latest = await self.looks.at("socket", self._contents, brief=True)
         return latest
 
     def add(self, reader: DirectoryReader) -> None:
@@ -140,10 +162,9 @@ class DirectoryWatch(Generic[_T]):
             while True:
                 with contextlib.suppress(LookTimeoutError):  # Readers get this error from their own calls of `now`.
                     now = await self.now()
-                    if now != shown:
-                        before, shown = shown, now
-                        for reader in self._readers:
-                            reader.changed(self, before, now)
+                    shown = now if now != shown else shown
+                    for reader in self._readers:
+                        reader.show(self, shown, time.monotonic())
                 self._unwatched = min((reader.unwatched for reader in self._readers), default=math.inf)
                 events = any(self not in reader.polled for reader in self._readers)
                 if events != self._events:
@@ -162,6 +183,7 @@ def reading(directories: Mapping[DirectoryWatch[Any], Callable[[Any], object]]) 
     try:
         yield reader
     finally:
+        reader.close()
         for directory in directories:
             directory.remove(reader)
 

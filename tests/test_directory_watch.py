@@ -118,3 +118,24 @@ async def test_a_directory_is_watched_while_a_reader_needs_file_events(tmp_path:
                 ]
                 (tmp_path / name).touch()
                 assert all(await asyncio.gather(*waits))
+
+
+async def test_a_reader_with_an_interval_is_not_woken_by_each_read_for_others(tmp_path: Path) -> None:
+    """At the end of the interval, it is woken by the changes that reads have found meanwhile."""
+    names = Names(tmp_path)
+    async with asyncio.timeout(20):
+        with reading({names: all_of}) as rare, reading({names: all_of}) as other:
+            await asyncio.gather(rare.wait(), other.wait())  # the first read
+            wait = asyncio.create_task(rare.wait(interval=3600.0))
+            for name in ("a", "b"):
+                (tmp_path / name).touch()
+                await other.wait()
+            assert not wait.done()
+            wait.cancel()
+        with reading({names: all_of}) as rare, reading({names: all_of}) as other:
+            await asyncio.gather(rare.wait(), other.wait())
+            wait = asyncio.create_task(rare.wait(interval=0.5))
+            await asyncio.sleep(0)
+            (tmp_path / "c").touch()
+            await other.wait()
+            assert await wait

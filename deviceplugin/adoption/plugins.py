@@ -29,9 +29,10 @@ from deviceplugin.adoption.watcher import PluginWatcher, RefusedError, first_soc
 from deviceplugin.device import printable
 from deviceplugin.files import FileIdentity, file_identity
 from deviceplugin.identity import Tokens
+from deviceplugin.kubelet.instance_lock import InstanceLock, RegistrationError
 from deviceplugin.kubelet.plugin_directory import KUBELET_SOCKET
 from deviceplugin.kubelet.podresources import CHANNEL_OPTIONS, SERVER_OPTIONS, unix_address
-from deviceplugin.kubelet.registration import VERSION, InstanceLock, RegistrationError
+from deviceplugin.kubelet.registration import VERSION
 from deviceplugin.kubelet.status import VendorConnection
 from deviceplugin.looks import Looks, LookTimeoutError
 from deviceplugin.tasks import cancel_all, in_time

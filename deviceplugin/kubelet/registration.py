@@ -16,11 +16,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import enum
-import hashlib
 import logging
 import os
-import re
-import socket
 import stat
 import time
 from collections.abc import Callable
@@ -34,10 +31,11 @@ from deviceplugin import filewatch, looked_at
 from deviceplugin.addresses import remove_abandoned, socket_path
 from deviceplugin.backoff import Backoff
 from deviceplugin.directory_watch import DirectoryReader, reading
-from deviceplugin.files import FileIdentity, file_identity, leads_to, locked
+from deviceplugin.files import FileIdentity, file_identity
 from deviceplugin.kubelet.foreign_plugin import LATE, Finding, ForeignPluginWatch
+from deviceplugin.kubelet.instance_lock import NEEDED, InstanceLock, RegistrationError, slug
 from deviceplugin.kubelet.plugin_directory import KUBELET_SOCKET, DirectoryContents, PluginDirectory
-from deviceplugin.kubelet.podresources import CHANNEL_OPTIONS, SERVER_OPTIONS, methods_by_name, unix_address
+from deviceplugin.kubelet.podresources import SERVER_OPTIONS, methods_by_name, unix_address
 from deviceplugin.kubelet.servicer import Endpoint
 from deviceplugin.looks import Looks, LookTimeoutError
 from deviceplugin.tasks import Tasks
@@ -57,17 +55,6 @@ LOOK_FOR_CLAIMS: Final = 0.02
 REST: Final = 1.0
 """Seconds between two reads of the plugin directory while a ListAndWatch is open. File events are not used then: the
 end of the kubelet closes the stream, and each new checkpoint would cause three events or more."""
-_NEEDED: Final = "the agent needs write access to the kubelet's device plugin directory, and free space there"
-
-
-class RegistrationError(Exception):
-    """Raised when a resource cannot be served because of the device plugin directory or of another process."""
-
-
-def slug(resource: str) -> str:
-    """Return a unique, readable file name for a resource: example.com_fpga-1a2b3c."""
-    digest = hashlib.sha256(resource.encode()).hexdigest()[:6]
-    return f"{re.sub(r'[^A-Za-z0-9._-]', '_', resource)}-{digest}"
 
 
 def socket_name(resource: str, directory: str, instance: str) -> str:
@@ -120,54 +107,6 @@ def next_step(seen: Seen, patience: float) -> Step:
     return Step.REGISTER if seen.listened or seen.since >= patience else Step.WAIT_FOR_STREAM
 
 
-class InstanceLock:
-    """Locks a resource for one process on this node. The kernel releases the lock at the end of the process.
-
-    The lock file is in the device plugin directory, which all agents use; the kubelet deletes only sockets there.
-    """
-
-    def __init__(self, directory: Path, resource: str) -> None:
-        self.path = directory / f".{slug(resource)}.lock"
-        self._fd: int | None = None
-
-    @property
-    def held(self) -> bool:
-        """Whether this process has locked the lock file that exists now; a lock on a deleted file does not count."""
-        return self._fd is not None and leads_to(self.path, self._fd)
-
-    def acquire(self) -> bool:
-        """Try to lock the resource; return whether this process has the lock.
-
-        Raises RegistrationError if the lock file cannot be created.
-        """
-        if self.held:
-            return True
-        self.release()
-        try:
-            fd = self._fd = locked(self.path)
-        except BlockingIOError:
-            return False
-        except OSError as error:
-            raise RegistrationError(f"{self.path}: cannot lock it: {error.strerror}; {_NEEDED}") from error
-        with contextlib.suppress(OSError):  # The text in the lock file is only for messages.
-            os.ftruncate(fd, 0)
-            os.pwrite(fd, f"pid {os.getpid()} on {socket.gethostname()}".encode(), 0)
-        return True
-
-    def owner(self) -> str:
-        """Return the text that the process with the lock has written into the lock file to describe itself."""
-        try:
-            return self.path.read_text(errors="replace").strip() or "unknown"
-        except OSError:
-            return "unknown"
-
-    def release(self) -> None:
-        """Release the lock. The lock file is not deleted, because another process may just be locking it."""
-        if self._fd is not None:
-            os.close(self._fd)
-            self._fd = None
-
-
 @dataclass(slots=True)
 class RegistrationStatistics:
     """Statistics of one resource's registration with the kubelet. Counters only grow."""
@@ -199,6 +138,12 @@ class RegistrationTiming:
     takeover: float = 5.0  # Maximum wait for another process to release the resource's lock.
 
 
+def _bound(server: grpc.aio.Server, path: Path) -> FileIdentity | None:
+    """Make a server's socket, and return its identity. Blocks. Raises RuntimeError if the socket cannot be made."""
+    server.add_insecure_port(unix_address(path))
+    return file_identity(path)
+
+
 class SocketServer:
     """Serves an endpoint on a socket in the device plugin directory while this process has the resource's lock.
 
@@ -223,12 +168,9 @@ class SocketServer:
         """Return whether a server runs and its own socket was in the directory when `contents` was read."""
         return self._identity is not None and self._identity == contents.sockets.get(self._socket.name)
 
-    async def in_place(self) -> bool:
-        """Return whether a server runs and its own socket is still at its path. Raises LookTimeoutError."""
-        identity = self._identity
-        return identity is not None and identity == await self._looks.at(
-            "socket", file_identity, self._socket, brief=True
-        )
+    def in_place(self) -> bool:
+        """Return whether a server runs and its own socket is still at its path. Blocks."""
+        return self._identity is not None and self._identity == file_identity(self._socket)
 
     async def _locked(self) -> bool:
         return await self._looks.at("socket", self.lock.acquire, brief=True)
@@ -251,15 +193,15 @@ class SocketServer:
         owner = f"{await self._looks.at('socket', self.lock.owner)}, which has locked {self.lock.path}"
         raise RegistrationError(f"{served} ({owner}); stop that process, or give this resource another name")
 
-    async def serve(self, now: DirectoryContents | None = None) -> str:
+    async def serve(self, *, in_place: bool = False) -> str:
         """Return the name of a served socket that no Register has named yet. Start a server if there is no such socket.
 
-        now: the directory's content if it was just read. Raises RegistrationError.
+        in_place: whether `in_place` has just returned True. Raises RegistrationError.
         """
-        if now is not None and self.is_in(now) and not self.used:
+        if in_place and not self.used:
             return self._socket.name
         await self.lock_resource()
-        if await self.in_place() and not self.used:
+        if not self.used and await self._looks.at("socket", self.in_place, brief=True):
             return self._socket.name
         self.retire()
         if not self._swept:
@@ -269,15 +211,14 @@ class SocketServer:
         server = grpc.aio.server(options=SERVER_OPTIONS)
         self._endpoint.add_to(methods_by_name(server))
         try:
-            await self._looks.at("socket", server.add_insecure_port, unix_address(path), brief=True)
+            identity = await self._looks.at("socket", _bound, server, path, brief=True)
             await server.start()
-            self._identity = await self._looks.at("socket", file_identity, path, brief=True)
         except RuntimeError as error:
-            raise RegistrationError(f"{self._directory}: cannot make a socket there: {error}; {_NEEDED}") from error
+            raise RegistrationError(f"{self._directory}: cannot make a socket there: {error}; {NEEDED}") from error
         except BaseException:
             self._stopping.start(server.stop(None))
             raise
-        self._server, self._socket, self.used = server, path, False
+        self._server, self._socket, self._identity, self.used = server, path, identity, False
         return path.name
 
     def _remove_stale_sockets(self) -> None:
@@ -295,8 +236,11 @@ class SocketServer:
     async def remove_socket(self) -> None:
         """Remove the socket, so that no client can connect any more."""
         with contextlib.suppress(OSError):
-            if await self.in_place():
-                await self._looks.at("socket", self._socket.unlink, brief=True)
+            await self._looks.at("socket", self._remove_socket, brief=True)
+
+    def _remove_socket(self) -> None:
+        if self.in_place():
+            self._socket.unlink()
 
     async def end(self) -> None:
         """Wait for all stopped servers to end, and release the lock."""
@@ -353,7 +297,8 @@ class PluginRegistration:
 
     def _part(self, contents: DirectoryContents) -> object:
         """Return those contents of the directory on which the next step depends, without other resources' sockets."""
-        return contents.kubelet, contents.checkpoint, contents.foreign, self._server.is_in(contents)
+        written = None if self.endpoint.ready and not self.endpoint.streams.live else contents.checkpoint
+        return contents.kubelet, written, contents.foreign, self._server.is_in(contents)
 
     async def _loop(self, watch: DirectoryReader) -> None:
         locked = False
@@ -371,9 +316,8 @@ class PluginRegistration:
     async def _next(self, watch: DirectoryReader) -> None:
         """Execute the next step, then wait for a change. Raises LookTimeoutError if a read of the directory hangs."""
         timing = self._timing
-        # No new read is needed while a ListAndWatch stream is open, because the kubelet cannot have restarted.
-        now = await (self._directory.seen() if self.endpoint.streams.live else self._directory.now())
-        seen = self._seen(now, await self._look(now))
+        kubelet, served = await self._sockets_now()
+        seen = self._seen(kubelet, served, await self._look())
         step = next_step(seen, timing.patience)
         self.statistics.awaits_kubelet &= step is not Step.WAIT_FOR_DEVICES
         if step is Step.REST and self._accepted is not None and self._accepted.options != self.endpoint.options:
@@ -410,9 +354,16 @@ class PluginRegistration:
         due = max(0.01, timing.patience - seen.since) if step is Step.WAIT_FOR_STREAM else seen.foreign.again
         kept_back = bool(self.endpoint.kept_back)
         unwatched = filewatch.SOON if step is Step.WAIT_FOR_KUBELET else LOOK if kept_back else REST
-        await watch.wait(due, unwatched, polled=() if kept_back or step is not Step.REST else (self._directory,))
+        rests = step is Step.REST and not kept_back
+        await watch.wait(due, unwatched, polled=(self._directory,) * rests, interval=LOOK * rests)
 
-    async def _look(self, contents: DirectoryContents) -> Finding:
+    async def _sockets_now(self) -> tuple[FileIdentity | None, bool]:
+        """Return the identity of kubelet.sock, and then whether the agent's own socket is in place."""
+        return await self._looks.at(
+            "socket", lambda: (file_identity(self._kubelet), self._server.in_place()), brief=True
+        )
+
+    async def _look(self) -> Finding:
         """Return the evidence that another plugin has registered the resource after this agent."""
         if self._accepted is None and not self.endpoint.ready and (kept_back := self.endpoint.kept_back):
             if (record := await self.endpoint.host.recorded()) is None:
@@ -425,10 +376,10 @@ class PluginRegistration:
         if now < self._next_look:
             return Finding(again=self._next_look - now)
         self._next_look = now + (LOOK_FOR_CLAIMS if self.endpoint.kept_back else LOOK)
-        record = await self.endpoint.host.recorded()
+        there, record = (await self._directory.seen()).foreign, await self.endpoint.host.recorded()
         # `sent` is read last, because the record may contain a list that was sent while the record was read.
         sent = self.endpoint.streams.sent
-        return self._foreign.found(record, contents.foreign, sent, plugin=self.endpoint.plugin_socket)
+        return self._foreign.found(record, there, sent, plugin=self.endpoint.plugin_socket)
 
     async def _kubelet_now(self) -> FileIdentity | None:
         return await self._looks.at("socket", file_identity, self._kubelet, brief=True)
@@ -446,7 +397,7 @@ class PluginRegistration:
         except (FileNotFoundError, NotADirectoryError):
             return False
         except OSError as error:
-            raise RegistrationError(f"{directory}: {error.strerror}; {_NEEDED}") from error
+            raise RegistrationError(f"{directory}: {error.strerror}; {NEEDED}") from error
         if not stat.S_ISDIR(mode):
             raise RegistrationError(f"{directory} is not a directory; use the kubelet's device plugin directory")
         return True
@@ -490,11 +441,11 @@ class PluginRegistration:
             await watch.wait(rest, unwatched=filewatch.SOON)
         self.backoff.reset()
 
-    def _seen(self, now: DirectoryContents, foreign: Finding) -> Seen:
+    def _seen(self, kubelet: FileIdentity | None, served: bool, foreign: Finding) -> Seen:
         accepted = self._accepted
         return Seen(
-            kubelet=now.kubelet,
-            served=self._server.is_in(now),
+            kubelet=kubelet,
+            served=served,
             live=self.endpoint.streams.live,
             listened=accepted is not None and self.endpoint.streams.begun > accepted.streams,
             registered=accepted.kubelet if accepted is not None else None,
@@ -509,9 +460,8 @@ class PluginRegistration:
         Return whether the kubelet accepted the registration.
         """
         resource, timing = self.endpoint.resource, self._timing
-        kubelet = await self._kubelet_now()
         accepted, self._accepted = self._accepted, None
-        if self.endpoint.streams.live and accepted is not None and accepted.kubelet == kubelet:
+        if self.endpoint.streams.live and accepted is not None and accepted.kubelet == await self._kubelet_now():
             await self.endpoint.calls_ended(timing.calls)  # The kubelet ends running calls together with the stream.
         self.statistics.registered = False
         if not await self.endpoint.streams.end(timing.stream):
@@ -524,21 +474,19 @@ class PluginRegistration:
         self._foreign.begin(record, there)
         options = self.endpoint.options
         try:
-            async with self._directory.turn:
+            async with self._directory.turn as turn:
                 # Check the agent's socket just before Register: a starting kubelet deletes all sockets, perhaps while
                 # this coroutine waited for `turn`. The kubelet would try for 10 s to connect to a deleted socket.
-                now = await self._directory.now()
-                kubelet, name = now.kubelet, await self._server.serve(now)
+                kubelet, in_place = await self._sockets_now()
+                name = await self._server.serve(in_place=in_place)
                 await self.endpoint.host.kubelet_started(kubelet)
                 streams = self.endpoint.streams.begun
                 request = pb.RegisterRequest(version=VERSION, endpoint=name, resource_name=resource, options=options)
-                # Each Register has a new channel (1 ms). A channel that had failed for long took 3 s to recover.
-                async with grpc.aio.insecure_channel(unix_address(self._kubelet), options=CHANNEL_OPTIONS) as channel:
-                    stub: RegistrationAsyncStub = RegistrationStub(channel)  # type: ignore[assignment]
-                    self._server.used = True
-                    call = asyncio.ensure_future(stub.Register(request, timeout=timing.register))
-                    if not await self._answered(call, watch, kubelet):
-                        return False
+                stub: RegistrationAsyncStub = RegistrationStub(await turn.channel(kubelet))  # type: ignore[assignment]
+                self._server.used = True
+                call = asyncio.ensure_future(stub.Register(request, timeout=timing.register))
+                if not await self._answered(call, watch, kubelet):
+                    return False
         except grpc.aio.AioRpcError as error:
             gone = error.code() is grpc.StatusCode.UNAVAILABLE
             self._server.used = not gone
@@ -563,12 +511,13 @@ class PluginRegistration:
     ) -> bool:
         """Wait for Register's response; return False if the kubelet restarts or ends meanwhile. Raises AioRpcError."""
         try:
-            # The whole directory is read, because the next step needs contents that include the new socket.
-            while not call.done() and (await self._directory.now()).kubelet == kubelet:
+            while not call.done():
                 hint = asyncio.create_task(watch.wait(self._timing.poll, unwatched=filewatch.SOON))
                 await asyncio.wait({call, hint}, return_when=asyncio.FIRST_COMPLETED)
                 hint.cancel()
-            return call.done() and await call is not None
+                if not call.done() and await self._kubelet_now() != kubelet:
+                    return False
+            return await call is not None
         finally:
             call.cancel()
 

@@ -21,8 +21,9 @@ from deviceplugin.hook_runs import DeviceBusyError
 from deviceplugin.inventory import Inventory
 from deviceplugin.kubelet.foreign_plugin import KubeletRecord
 from deviceplugin.kubelet.holders import HolderSnapshot
+from deviceplugin.kubelet.instance_lock import RegistrationError
 from deviceplugin.kubelet.plugin_directory import PluginDirectory
-from deviceplugin.kubelet.registration import PluginRegistration, RegistrationError, RegistrationTiming
+from deviceplugin.kubelet.registration import PluginRegistration, RegistrationTiming
 from deviceplugin.kubelet.servicer import Endpoint, EndpointHost, Refusal
 from deviceplugin.kubelet.status import ResourceStatus, VendorConnection, Withheld
 from deviceplugin.kubelet.tracker import HolderTracker, is_recent

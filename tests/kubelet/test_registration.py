@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc.aio
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -28,19 +29,17 @@ from deviceplugin.directory_watch import all_of, reading
 from deviceplugin.files import FileIdentity, file_identity
 from deviceplugin.inventory import Inventory
 from deviceplugin.kubelet.foreign_plugin import KubeletRecord
+from deviceplugin.kubelet.instance_lock import InstanceLock, RegistrationError, slug
 from deviceplugin.kubelet.paths import Paths
 from deviceplugin.kubelet.plugin_directory import PluginDirectory
-from deviceplugin.kubelet.podresources import AllocationsInFlight
+from deviceplugin.kubelet.podresources import AllocationsInFlight, unix_address
 from deviceplugin.kubelet.registration import (
     LOOK,
-    InstanceLock,
     PluginRegistration,
-    RegistrationError,
     RegistrationTiming,
     Seen,
     Step,
     next_step,
-    slug,
     socket_name,
 )
 from deviceplugin.kubelet.servicer import Endpoint, EndpointHost
@@ -567,6 +566,31 @@ def test_many_resources_register_one_after_another(fake_kubelet: FakeKubelet, se
     fake_kubelet.restart()
     for name in names:
         fake_kubelet.wait_allocatable(name, 1)
+
+
+def test_registers_without_a_pause_share_a_channel_until_one_fails(
+    fake_kubelet: FakeKubelet, served: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A restart of the kubelet costs few connections for all resources; a failed channel is not used again."""
+    made: list[str] = []
+    channel = grpc.aio.insecure_channel
+
+    def note(address: str, **options: Any) -> grpc.aio.Channel:
+        made.append(address)
+        return channel(address, **options)
+
+    names = [f"example.com/r{number}" for number in range(8)]
+    served(*(source(1, name) for name in names))
+    fake_kubelet.register_delay = 0.05  # All other resources wait before the first has registered.
+    monkeypatch.setattr(grpc.aio, "insecure_channel", note)
+    for refused in (0, 1):
+        for name in names:
+            fake_kubelet.wait_allocatable(name, 1)
+        made.clear()
+        fake_kubelet.reject_registrations(refused)
+        fake_kubelet.recreate_socket()
+        fake_kubelet.wait_until(lambda: len(fake_kubelet.registrations) == 16 + 8 * refused)  # noqa: B023
+        assert refused < made.count(unix_address(fake_kubelet.socket)) < 8
 
 
 def test_kubelet_restart_while_others_wait_for_their_turn(fake_kubelet: FakeKubelet, served: Serve) -> None:

@@ -5,10 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator
 from types import FrameType
+from typing import Any
 
+import pytest
+
+from deviceplugin.kubelet import plugin_directory, registration
 from dra_bridge.handover.share import Share
+from dra_bridge.node.bridge import Bridge
+from dra_bridge.testing.node import FakeNode
 from tests.dra.agents import Listed, bridge, fake_node, healthy, running, sliced
 from tests.waits import PATIENCE, until
 
@@ -37,10 +44,14 @@ def counted() -> Iterator[Calls]:
         sys.setprofile(before)
 
 
-async def calls_of_a_scan(count: int) -> int:
-    """Return how many functions a scan calls on a node with so many resources, and in tasks that the scan wakes."""
+@contextlib.asynccontextmanager
+async def many(count: int, *, alike: bool) -> AsyncIterator[tuple[FakeNode, Bridge]]:
+    """Run an agent with so many resources; the block begins when each resource, and each driver, offers two devices.
+
+    alike: whether the devices of all resources are the same hardware.
+    """
     sources = [
-        Listed(f"example.com/many-{number}", f"many-{number}.example.com", "d0", "d1", "d2", "d3", tokens=True)
+        Listed(f"example.com/many-{number}", f"many-{number}.example.com", "d0", "d1", "d2", "d3", tokens=alike)
         for number in range(count)
     ]
     with fake_node() as node:
@@ -52,19 +63,55 @@ async def calls_of_a_scan(count: int) -> int:
                 ),
                 "each resource, and each driver, to offer two devices",
             )
-            pod = node.start_pod("held", {sources[0].resource: 1})
-            await asyncio.to_thread(pod.wait_running, PATIENCE)
-            counts = list[int]()
-            while len(counts) < 10:
-                with counted() as calls:
-                    assert await agent.agent.scanner.scan() is not None
-                    for _ in range(5):  # Tasks that the scan has woken run now.
-                        await asyncio.sleep(0)
-                counts.append(calls.count)
-    return min(counts)
+            yield node, agent
+
+
+async def calls_of_a_scan(count: int) -> int:
+    """Return how many functions a scan calls on a node with so many resources, and in tasks that the scan wakes."""
+    async with many(count, alike=True) as (node, agent):
+        pod = node.start_pod("held", {"example.com/many-0": 1})
+        await asyncio.to_thread(pod.wait_running, PATIENCE)
+        counts = list[int]()
+        while len(counts) < 10:
+            with counted() as calls:
+                assert await agent.agent.scanner.scan() is not None
+                for _ in range(5):  # Tasks that the scan has woken run now.
+                    await asyncio.sleep(0)
+            counts.append(calls.count)
+        return min(counts)
+
+
+async def work_of_a_restart(count: int, monkeypatch: pytest.MonkeyPatch) -> tuple[float, float]:
+    """Return, for each resource and each kubelet's start, the decisions about next steps, and the directory's reads."""
+    work = Counter[str]()
+
+    def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            work[name] += 1
+            return function(*arguments)
+
+        return call
+
+    with monkeypatch.context() as patch:
+        patch.setattr(registration, "next_step", noted("steps", registration.next_step))
+        patch.setattr(plugin_directory, "sockets_in", noted("reads", plugin_directory.sockets_in))
+        async with many(count, alike=False) as (node, _):
+            await asyncio.to_thread(node.stop)
+            registered = len(node.registrations)
+            work.clear()
+            await asyncio.to_thread(node.start)
+            await until(lambda: len(node.registrations) >= registered + count, "each resource to register again")
+            return work["steps"] / count, work["reads"] / count
 
 
 async def test_a_scan_calls_fewer_than_twice_the_functions_for_twice_the_resources() -> None:
     """Nothing that a scan computes for one resource, or wakes, depends on the number of the other resources."""
     few, many = [await calls_of_a_scan(count) for count in (8, 16)]
     assert many < 2 * few, (few, many)
+
+
+async def test_a_restart_of_the_kubelet_wakes_a_resource_rarely_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each Register makes a socket and a checkpoint, which wake few other resources, and resources share reads."""
+    steps, reads = await work_of_a_restart(32, monkeypatch)
+    assert steps < 6, steps
+    assert reads < 5, reads
