@@ -241,7 +241,7 @@ def _syntax(text: str, file: str, error: yaml.MarkedYAMLError) -> ConfigError:
     mark = error.problem_mark or error.context_mark
     line = mark.line + 1 if mark is not None else 0
     message = ": ".join(part for part in (error.context, error.problem) if part)
-    shown = "" if mark is None else text.splitlines()[min(mark.line, text.count("\n"))]
+    shown = "" if mark is None else text.split("\n")[min(mark.line, text.count("\n"))]
     # libyaml reads ahead of the events that this module checks, so its own depth limit can raise this error first.
     if "maximum nesting depth" in message:
         return file_error(file, f"is nested deeper than {MAX_DEPTH} levels", line)

@@ -72,6 +72,11 @@ def test_control_characters_are_shown_escaped(text: str) -> None:
     assert str(error).count("\n") == len(error.problems) - 1
 
 
+def test_a_text_that_ends_in_an_open_quote_is_refused() -> None:
+    """The error is behind the last line of the file."""
+    assert "found unexpected end of stream" in str(refused('"\n'))
+
+
 def test_endless_problems_are_cut_short() -> None:
     """The text of an error with many problems is cut, and has the number of problems left out."""
     error = refused("resources: [" + "{}, " * 40 + "]")
