@@ -93,6 +93,7 @@ async def work_of_a_restart(count: int, monkeypatch: pytest.MonkeyPatch) -> tupl
         return call
 
     with monkeypatch.context() as patch:
+        patch.setattr(registration, "LOOK", 60.0)  # On a busy machine a restart takes many of the usual intervals.
         patch.setattr(registration, "next_step", noted("steps", registration.next_step))
         patch.setattr(plugin_directory, "sockets_in", noted("reads", plugin_directory.sockets_in))
         async with many(count, alike=False) as (node, _):
