@@ -176,9 +176,15 @@ def test_sysfs_hangs(cluster: Cluster, files: contextlib.ExitStack) -> None:
 
 def test_the_directory_of_cdi_specs_hangs(cluster: Cluster, files: contextlib.ExitStack) -> None:
     """While the CDI directory hangs, a claim fails in time and other pods start; afterwards the claim is prepared."""
+
+    def restart_containerd() -> None:
+        cluster.kill("containerd")
+        cluster.start_component("containerd")
+
+    # containerd watches the directory that it found at its start, so it restarts after the mount and the unmount.
+    files.callback(restart_containerd)
     system = hanging(files, Path("/run/cdi"))
-    cluster.kill("containerd")  # it watches the directory that was there before
-    cluster.start_component("containerd")
+    restart_containerd()
     with MeasuredBridge.running(cluster, simulated(QUICK, "quick")) as bridge:
         cluster.wait_allocatable(QUICK, 2)
         bridge.wait_offered(2)
@@ -194,8 +200,6 @@ def test_the_directory_of_cdi_specs_hangs(cluster: Cluster, files: contextlib.Ex
             system.answer()
         waiting.wait_running()
         end(waiting)
-    cluster.kill("containerd")
-    cluster.start_component("containerd")
 
 
 def test_the_ledgers_directory_hangs(cluster: Cluster, files: contextlib.ExitStack) -> None:
