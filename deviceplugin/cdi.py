@@ -47,16 +47,6 @@ def qualified(driver: str, device: str) -> str:
     return f"{vendor_of(driver)}/{CLASS}={device}"
 
 
-def file_of(name: str, uid: str) -> tuple[str, str]:
-    """Return (name of the CDI file, short name of the CDI device) for a CDI device of a claim.
-
-    The file name has the form that the CDI library uses: `<vendor>-<class>_<claim UID>.json`. name: the device's
-    qualified name. uid: the claim's UID.
-    """
-    kind, _, device = name.partition("=")
-    return f"{kind.replace('/', '-')}_{uid}.json", device
-
-
 def described(nodes: Iterable[DeviceNode]) -> dict[DeviceNode, tuple[dict[str, Any], ...]]:
     """Return, for each device node, its entries in a CDI spec. Blocks. Raises CdiError if the host lacks a node."""
     return {node: tuple(_nodes(node)) for node in nodes}

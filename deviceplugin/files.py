@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import os
 import re
+import time
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -13,6 +14,10 @@ from deviceplugin import looked_at
 
 _ESCAPED: Final = re.compile(r"\\([0-7]{3})")
 """Matches a character such as a space, as the kernel writes it in /proc/self/mountinfo."""
+
+
+_TICK: Final = 50_000_000
+"""Nanoseconds within which two changes of a file or directory may leave the same modification time."""
 
 
 class FileIdentity(NamedTuple):
@@ -30,6 +35,11 @@ class FileIdentity(NamedTuple):
     def of(cls, status: os.stat_result) -> FileIdentity:
         """Return the identity of the file with this status."""
         return cls(status.st_dev, status.st_ino, status.st_mtime_ns)
+
+    @property
+    def settled(self) -> bool:
+        """Whether any change from now on gives the file, or directory, another modification time."""
+        return time.time_ns() - self.modified_ns > _TICK
 
 
 def file_identity(path: str | Path) -> FileIdentity | None:

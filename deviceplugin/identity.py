@@ -49,6 +49,8 @@ _PORT: Final = "port:"
 _PORTS: Final = "by-path"
 """The name of the directories in which udev makes links named after ports (systemd, rules.d/60-serial.rules and
 others)."""
+UUID: Final = "uuid:"
+"""The prefix of the `identity` that the NVIDIA source gives to GPUs and MIG partitions. The UUID follows."""
 MEMORY: Final = 1
 """The major number of /dev/null, /dev/zero and /dev/random. These nodes stand for no hardware."""
 

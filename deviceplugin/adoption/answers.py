@@ -1,10 +1,9 @@
 """Converts a vendor plugin's AllocateResponse to edits of a claim's containers. Pure functions.
 
 If several items of a response have the same container path, environment variable or CDI name, the kubelet uses only the
-first (kubelet 1.36.3, devicemanager/pod_devices.go: deviceRunContainerOptions). The container runtime reads each
-annotation whose key begins with `cdi.k8s.io/` as a list of CDI devices, in addition to the field for CDI devices
-(containerd 2.1.5, internal/cri/opts/spec_linux.go: WithCDI). CDI edits cannot set annotations, so an annotation with
-any other key cannot be converted.
+first (kubelet 1.36.3, devicemanager/pod_devices.go: deviceRunContainerOptions). The container runtime reads annotations
+whose keys begin with `cdi.k8s.io/` as lists of CDI devices. CDI edits cannot set annotations, so an annotation with any
+other key cannot be converted.
 """
 
 from __future__ import annotations
@@ -16,12 +15,11 @@ from typing import Final, TypeVar
 from google.protobuf.message import DecodeError
 
 from deviceplugin.device import ContainerEdits, DeviceNode, Mount, printable
+from deviceplugin.kubelet.given_devices import CDI, GivenDevices, cdi_names
 from deviceplugin.wire import deviceplugin_pb2 as pb
 
 _T = TypeVar("_T")
 
-CDI: Final = "cdi.k8s.io/"
-"""The first characters of the annotation keys whose values name CDI devices."""
 _ALL: Final = "rwm"
 """The permissions of a device node (read, write, mknod) if the response states none. CDI and container runtimes have
 the same default."""
@@ -42,11 +40,8 @@ def edits_of(answer: bytes, dropped: Sequence[str] = ()) -> ContainerEdits:
         (response,) = pb.AllocateResponse.FromString(answer).container_responses
     except (DecodeError, ValueError):
         raise AnswerError("the vendor's plugin's answer to Allocate is not for one container") from None
-    cdi = dict.fromkeys(device.name for device in response.cdi_devices)
-    for key, value in sorted(response.annotations.items()):
-        if key.startswith(CDI):
-            cdi |= dict.fromkeys(value.split(","))
-        elif not any(fnmatchcase(key, pattern) for pattern in dropped):
+    for key in sorted(response.annotations):
+        if not key.startswith(CDI) and not any(fnmatchcase(key, pattern) for pattern in dropped):
             raise AnswerError(
                 f"the vendor's plugin answers with the annotation {printable(key)}, which containers with claims "
                 "cannot get; `drop_annotations` under `plugin` leaves it out"
@@ -60,18 +55,17 @@ def edits_of(answer: bytes, dropped: Sequence[str] = ()) -> ContainerEdits:
             Mount(mount.host_path, mount.container_path, mount.read_only)
             for mount in _first(response.mounts, [mount.container_path for mount in response.mounts])
         ]
-        return ContainerEdits(dict(response.envs), nodes, mounts, cdi=tuple(cdi))
+        return ContainerEdits(dict(response.envs), nodes, mounts, cdi=cdi_names(response))
     except (TypeError, ValueError) as error:
         raise AnswerError(f"the vendor's plugin's answer is invalid: {error}") from error
 
 
-def nodes_of(answer: bytes) -> tuple[str, ...]:
-    """Return the host paths of the device nodes in an AllocateResponse; none if the bytes are no AllocateResponse."""
+def devices_of(answer: bytes) -> GivenDevices:
+    """Return the devices in an AllocateResponse; none if the bytes are no AllocateResponse."""
     try:
-        responses = pb.AllocateResponse.FromString(answer).container_responses
+        return GivenDevices.of(pb.AllocateResponse.FromString(answer).container_responses)
     except DecodeError:
-        return ()  # The kubelet cannot decode the response either, so no container gets a node.
-    return tuple(node.host_path for response in responses for node in response.devices)
+        return GivenDevices()  # The kubelet cannot decode the response either, so no container gets a device.
 
 
 def _first(items: Iterable[_T], keys: Iterable[str]) -> Iterator[_T]:

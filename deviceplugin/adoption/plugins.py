@@ -23,7 +23,7 @@ from typing import Any, Final, NamedTuple
 
 import grpc.aio
 
-from deviceplugin import naming
+from deviceplugin import cdi_specs, naming
 from deviceplugin.addresses import MAX_SOCKET_PATH
 from deviceplugin.adoption.watcher import PluginWatcher, RefusedError, first_socket
 from deviceplugin.device import printable
@@ -208,13 +208,15 @@ class VendorPlugins(RegistrationServicer):
     """Serves a kubelet.sock in a directory of the agent, and follows the plugins that register there.
 
     The subdirectory `plugins_registry` stands for the kubelet's directory with that name. registered: a function that
-    is called with the name of a resource whenever a plugin has registered the resource.
+    is called with the name of a resource whenever a plugin has registered the resource. cdi_directories: the node's
+    directories of CDI specs.
     """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._looks = Looks(str(directory))
         self.registered: Callable[[str], None] = lambda resource: None
+        self.cdi_directories: Sequence[str] = cdi_specs.DIRECTORIES
         self._turn = asyncio.Lock()
         """A lock that an Allocate of any plugin holds, but for at most `TURN` seconds.
 

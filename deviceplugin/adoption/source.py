@@ -12,12 +12,13 @@ from typing import Any, Final
 import grpc.aio
 
 from deviceplugin import looked_at
-from deviceplugin.adoption.answers import AnswerError, edits_of, nodes_of
+from deviceplugin.adoption.answers import AnswerError, devices_of, edits_of
 from deviceplugin.adoption.plugins import VendorCallError, VendorList, VendorPlugin, VendorPlugins
 from deviceplugin.device import MAX_ID, AttributeValue, ContainerEdits, Device, Health, Mount, counted, printable
 from deviceplugin.exclusion import DeviceConflictError
-from deviceplugin.identity import Tokens, numbers_of
+from deviceplugin.identity import Tokens
 from deviceplugin.kubelet.device_list import DeviceIds, Entry
+from deviceplugin.kubelet.given_devices import GivenDevices
 from deviceplugin.kubelet.servicer import Endpoint, Refusal
 from deviceplugin.looks import Looks, LookTimeoutError
 from deviceplugin.register.identification import reach
@@ -135,12 +136,14 @@ class AdoptedSource(DeviceSource):
             )
         return edits
 
-    async def opened(self, paths: Sequence[str], ids: Collection[str]) -> Tokens:
-        """Return, and remember, the tokens of the device nodes in the plugin's response for these device ids.
+    async def opened(self, given: GivenDevices, ids: Collection[str]) -> Tokens:
+        """Return, and remember, the tokens of the devices in the plugin's response for these device ids.
 
-        paths: the nodes' host paths. Raises LookTimeoutError.
+        Raises LookTimeoutError.
         """
-        nodes = await self._looks.at("answer", numbers_of, paths, brief=True) if paths else frozenset[str]()
+        nodes = frozenset[str]()
+        if any(given):
+            nodes = await self._looks.at("answer", given.tokens, self.plugins.cdi_directories, brief=True)
         if (plugin := self.plugins.plugin(self.resource)) is not None:
             plugin.opens.update(dict.fromkeys(ids, nodes))
         return nodes
@@ -302,7 +305,7 @@ class AdoptedEndpoint(Endpoint):
             answer = await self.source.plugins.allocate(plugin, wanted)
         except VendorCallError as error:
             raise Refusal(error.code, "plugin", self._words(error)) from error
-        if nodes := await self.source.opened(nodes_of(answer), ids):
+        if nodes := await self.source.opened(devices_of(answer), ids):
             listed = self._register.hardware().having_any(nodes)
             try:
                 why = await self._register.decide(listed, partial(reach, self.resource, tuple(ids), nodes))

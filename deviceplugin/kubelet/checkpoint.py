@@ -9,8 +9,8 @@ The checkpoint contains the plugin's AllocateResponse with each allocation (`All
 agent adds an annotation to its responses that identifies the granted devices. The kubelet merges the annotations of
 several resources, so each resource has its own annotation key. Responses of other plugins have no such annotation. For
 responses of other plugins, and for responses of an earlier boot, the agent reads the present device numbers of the host
-paths in the response. The responses of an adopted resource, which a vendor's plugin serves, identify no device, because
-all of them contain the same control nodes. They only show which device nodes the containers can open.
+paths and CDI devices in the response. The responses of an adopted resource, which a vendor's plugin serves, identify no
+device, because all of them contain the same control nodes. They only show which device nodes the containers can open.
 """
 
 from __future__ import annotations
@@ -32,10 +32,12 @@ from typing import Final, NamedTuple, Protocol
 import msgspec
 from google.protobuf.message import DecodeError
 
-from deviceplugin import looked_at
+from deviceplugin import cdi_specs, looked_at
 from deviceplugin.backoff import Backoff
 from deviceplugin.files import FileIdentity, file_identity
-from deviceplugin.identity import UNIDENTIFIED, Identity, Tokens, boot_id, identified, numbers_of
+from deviceplugin.identity import UNIDENTIFIED, Identity, Tokens, boot_id, identified
+from deviceplugin.kubelet.given_devices import GivenDevices
+from deviceplugin.kubelet.paths import Paths
 from deviceplugin.looks import Looks, LookTimeoutError
 from deviceplugin.naming import NamingError, parse_quantity
 from deviceplugin.register.question import Wanted
@@ -168,37 +170,44 @@ def granted(
     resource: str,
     device_id: str,
     boot: str,
-    numbers: Callable[[Iterable[str]], Tokens] = numbers_of,
+    tokens: Callable[[GivenDevices], Tokens] = GivenDevices.tokens,
 ) -> Wanted:
     """Return a device's identity and amount from the AllocateResponse in the checkpoint.
 
     Blocks while it stats device nodes. If the response has no annotation of this boot, the identity consists of all
-    device nodes in the response: the nodes of all devices of the container, and control nodes. Without any annotation,
-    the amount is not known. numbers: a function that returns the device numbers of those of the given paths that are
-    device nodes.
+    devices in the response: the devices of all ids of the container, and control nodes. Without any annotation, the
+    amount is not known. tokens: a function that returns the present tokens of devices in a response.
     """
-    of, devices, paths = _decoded(response, resource)
+    of, devices, message = _decoded(response, resource)
     wanted = devices.get(device_id, Wanted((resource, ""), UNIDENTIFIED, UNKNOWN))
-    return wanted if of == boot else wanted._replace(identity=identified(numbers(paths), boot, sure=False))
+    return (
+        wanted
+        if of == boot
+        else wanted._replace(identity=identified(tokens(GivenDevices.of([message])), boot, sure=False))
+    )
 
 
-def opened(response: str, resource: str, boot: str, numbers: Callable[[Iterable[str]], Tokens] = numbers_of) -> Wanted:
+def opened(
+    response: str, resource: str, boot: str, tokens: Callable[[GivenDevices], Tokens] = GivenDevices.tokens
+) -> Wanted:
     """Return the grant in a vendor's AllocateResponse for an adopted resource; only the identity's `reached` is known.
 
-    Blocks while it stats device nodes. numbers: as in `granted`.
+    Blocks while it stats device nodes. tokens: as in `granted`.
     """
-    _, _, paths = _decoded(response, resource)
-    nodes = numbers(paths) if paths else frozenset[str]()
+    _, _, message = _decoded(response, resource)
+    nodes = tokens(given) if any(given := GivenDevices.of([message])) else frozenset[str]()
     return Wanted((resource, ""), Identity(boot, reached=nodes) if nodes else UNIDENTIFIED, UNKNOWN)
 
 
 def nodes_missing(response: str, resource: str, wanted: Wanted, boot: str) -> bool:
-    """Return whether an AllocateResponse of another boot names device nodes, but `wanted` has none of them.
+    """Return whether an AllocateResponse of another boot names devices, but `wanted` has none of them.
 
-    For an adopted resource, return whether `wanted` has less nodes than the response.
+    For an adopted resource, return whether `wanted` has less tokens than the response has devices.
     """
-    of, _, paths = _decoded(response, resource)
-    return of != boot and len(wanted.identity.reached) < len(paths) and not wanted.identity.tokens
+    of, _, message = _decoded(response, resource)
+    if of == boot or wanted.identity.tokens:
+        return False
+    return len(wanted.identity.reached) < sum(map(len, GivenDevices.of([message])))
 
 
 def ours(wanted: Wanted) -> bool:
@@ -207,16 +216,16 @@ def ours(wanted: Wanted) -> bool:
 
 
 @functools.lru_cache(maxsize=256)
-def _decoded(response: str, resource: str) -> tuple[str, Mapping[str, Wanted], tuple[str, ...]]:
-    """Return the boot id and the devices in a response's annotation, and the host paths of its device nodes."""
+def _decoded(response: str, resource: str) -> tuple[str, Mapping[str, Wanted], pb.ContainerAllocateResponse]:
+    """Return the boot id and the devices in a response's annotation, and the response; an empty one if undecodable."""
     try:
         message = pb.ContainerAllocateResponse.FromString(base64.b64decode(response))
     except (ValueError, DecodeError):
-        return "", {}, ()
-    paths = tuple(map(attrgetter("host_path"), message.devices))
+        return "", {}, pb.ContainerAllocateResponse()
     devices: dict[str, Wanted] = {}
     # The nodes of CDI devices are not in the response.
-    opened = None if message.cdi_devices else frozenset(paths).union(map(attrgetter("host_path"), message.mounts))
+    hosts = map(attrgetter("host_path"), (*message.devices, *message.mounts))
+    opened = None if message.cdi_devices else frozenset(hosts)
     try:
         value = _DECODER.decode(message.annotations.get(annotation(resource), ""))
         for name, device in value.devices.items():
@@ -226,8 +235,8 @@ def _decoded(response: str, resource: str) -> tuple[str, Mapping[str, Wanted], t
             its = identified(device.tokens, value.boot)
             devices[name] = Wanted((resource, device.device), its, amount, value.since, opened)
     except (msgspec.MsgspecError, NamingError):
-        return "", {}, paths
-    return value.boot, devices, paths
+        return "", {}, message
+    return value.boot, devices, message
 
 
 class _GrantedDevice(msgspec.Struct, frozen=True):
@@ -287,20 +296,21 @@ class CheckpointReader:
     """
 
     def __init__(
-        self, directory: Path, lists: DeviceLists, known: Callable[[], Iterable[Allocation]], looks: Looks
+        self, paths: Paths, lists: DeviceLists, known: Callable[[], Iterable[Allocation]], looks: Looks
     ) -> None:
         self.known = KnownCheckpoint()
         self._taking = threading.Lock()
-        self._directory = directory
+        self._directory = paths.plugins
+        self._cdi_directories = cdi_specs.directories(paths.cdi_dir)
         self._lists = lists
         self._held = known
         self._looks = looks
         self._node_looks = Looks("device nodes in answers of other plugins", threads=2)
 
-    def _numbers(self, paths: Iterable[str]) -> Tokens:
-        """Return the device numbers of device nodes; empty if a stat hangs. The next read repeats a hanging stat."""
+    def _tokens(self, given: GivenDevices) -> Tokens:
+        """Return the tokens of devices; empty if a read hangs. The next read of the checkpoint repeats this read."""
         try:
-            return self._node_looks.within(NODE_LOOK, "answer", numbers_of, paths)
+            return self._node_looks.within(NODE_LOOK, "answer", given.tokens, self._cdi_directories)
         except LookTimeoutError:
             return frozenset()
 
@@ -339,9 +349,9 @@ class CheckpointReader:
                         continue
                     resource, name = allocation[2:]
                     if resource in adopted:
-                        grants[allocation] = response, opened(response, resource, boot_id(), self._numbers)
+                        grants[allocation] = response, opened(response, resource, boot_id(), self._tokens)
                     else:
-                        grants[allocation] = response, granted(response, resource, name, boot_id(), self._numbers)
+                        grants[allocation] = response, granted(response, resource, name, boot_id(), self._tokens)
             missing = frozenset(
                 allocation
                 for allocation, (response, what) in grants.items()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -34,8 +34,9 @@ class PreparedClaim:
     """A claim that the kubelet counts as prepared.
 
     The fields `devices`, `cdi_ids` and `requests` come from the drivers' responses to NodePrepareResources. devices:
-    for each driver, (pool, device name, share ID or "") of each device. cdi_ids: the names of the CDI devices.
-    requests: (driver, request name, device name) of each device; the request name is "" if the driver gave none.
+    for each driver, (pool, device name, share ID or "") of each device. cdi_ids: for each driver, the names of the CDI
+    devices. requests: (driver, request name, device name) of each device; the request name is "" if the driver gave
+    none.
     """
 
     uid: str
@@ -43,7 +44,7 @@ class PreparedClaim:
     name: str
     pod_uids: frozenset[str]
     devices: Mapping[str, frozenset[tuple[str, str, str]]]
-    cdi_ids: frozenset[str] = frozenset()
+    cdi_ids: Mapping[str, frozenset[str]] = field(default_factory=dict)
     requests: frozenset[tuple[str, str, str]] = frozenset()
 
     @property
@@ -69,24 +70,25 @@ def parse(text: bytes) -> tuple[PreparedClaim, ...]:
 
 def _claim(entry: Mapping[str, Any]) -> PreparedClaim:
     devices: dict[str, frozenset[tuple[str, str, str]]] = {}
-    cdi_ids: set[str] = set()
+    cdi_ids: dict[str, frozenset[str]] = {}
     requests: set[tuple[str, str, str]] = set()
     for driver, state in (entry["DriverState"] or {}).items():
         own: set[tuple[str, str, str]] = set()
+        named: set[str] = set()
         for device in state["Devices"] or ():
             name = str(device["DeviceName"])
             own.add((str(device["PoolName"]), name, str(device.get("ShareID") or "")))
-            cdi_ids.update(map(str, device.get("CDIDeviceIDs") or ()))
+            named.update(map(str, device.get("CDIDeviceIDs") or ()))
             for request in device.get("RequestNames") or ("",):
                 requests.add((str(driver), str(request), name))
-        devices[str(driver)] = frozenset(own)
+        devices[str(driver)], cdi_ids[str(driver)] = frozenset(own), frozenset(named)
     return PreparedClaim(
         str(entry["ClaimUID"]),
         str(entry["Namespace"]),
         str(entry["ClaimName"]),
         frozenset(map(str, entry["PodUIDs"] or ())),
         devices,
-        frozenset(cdi_ids),
+        cdi_ids,
         frozenset(requests),
     )
 

@@ -3,24 +3,23 @@
 Such claims remain after `dra-bridge run` was replaced by `deviceplugin run`, and after a resource's driver was renamed
 or removed from the configuration. For each of these claims, a file of an earlier agent
 (`deviceplugin.register.claim_files`) names the claim's devices. Claims of vendors' drivers are found as well. The
-devices of a claim of a vendor's driver are known only by the device nodes in the claim's CDI file, because the vendor's
-driver has other names for devices.
+devices of a claim of a vendor's driver are known only by the device nodes in CDI specs, because the vendor's driver has
+other names for devices.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from deviceplugin import cdi
+from deviceplugin.cdi_specs import directories, nodes_of
 from deviceplugin.files import FileIdentity, file_identity
-from deviceplugin.identity import NodeKind, Tokens, boot_id, node_token, numbers_of
+from deviceplugin.identity import boot_id
 from deviceplugin.kubelet import claim_state
 from deviceplugin.kubelet.cgroups import PodReader
 from deviceplugin.kubelet.claim_state import ClaimStateError, ClaimStateMissingError, PreparedClaim
@@ -33,31 +32,6 @@ ENDING: Final = 1.0
 """Seconds between two checks whether pods still run, if the kubelet's claim state no longer names their claims."""
 
 _UNKNOWN: Final = "it is not known whether a claim holds it"
-_TICK: Final = 50_000_000
-"""Nanoseconds within which two changes of a directory may leave the same modification time."""
-_KINDS: Final[Mapping[str, NodeKind]] = {"c": "char", "u": "char", "b": "block"}  # The node kind of each CDI node type.
-
-
-def nodes_of(claim: PreparedClaim, excluded: Collection[str], directory: str = cdi.DIRECTORY) -> Tokens:
-    """Return the device nodes that a claim's containers got through drivers other than `excluded`.
-
-    The nodes are read from the claim's CDI file. The name of a claim's CDI file contains the CDI kind and the claim's
-    UID (the convention of the CDI library). The containers got nodes with the device numbers in the file. If the file
-    has no number for a node, the result has the node's present number.
-    """
-    ours = tuple(cdi.qualified(driver, "") for driver in excluded)
-    nodes: set[str] = set()
-    for file_name, name in (cdi.file_of(cdi_id, claim.uid) for cdi_id in claim.cdi_ids if not cdi_id.startswith(ours)):
-        try:
-            with open(os.path.join(directory, file_name), "rb") as file:
-                listed = json.load(file)["devices"]
-            for device in listed:
-                if device["name"] == name:
-                    for node in device["containerEdits"].get("deviceNodes") or ():
-                        nodes |= _numbers(node)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            continue  # Without the CDI file, the claim's devices stay unknown.
-    return frozenset(nodes)
 
 
 def _is_ours(claim: PreparedClaim, driver: str) -> bool:
@@ -66,15 +40,8 @@ def _is_ours(claim: PreparedClaim, driver: str) -> bool:
     The result is False for a claim whose containers get no edits, because such a claim has no CDI ids.
     """
     kinds = {f"{vendor}/{cdi.CLASS}" for vendor in (driver, f"dra.{driver}")}
-    names = (cdi_id.partition("=") for cdi_id in claim.cdi_ids)
+    names = (cdi_id.partition("=") for cdi_id in claim.cdi_ids.get(driver, ()))
     return any(kind in kinds and name.startswith(f"{cdi.HOLDING}_{claim.uid}_") for kind, _, name in names)
-
-
-def _numbers(node: Mapping[str, Any]) -> Tokens:
-    kind = _KINDS.get(node.get("type", ""))
-    if kind is not None and node.get("major"):
-        return frozenset({node_token(kind, int(node["major"]), int(node.get("minor", 0)))} - {""})
-    return numbers_of([node.get("hostPath") or node["path"]])
 
 
 class _Held(NamedTuple):
@@ -182,8 +149,7 @@ class OrphanedClaims:
 
     def _read_files(self, directory: FileIdentity | None, served: frozenset[str]) -> None:
         self._read_for = served
-        stable = directory is not None and time.time_ns() - directory.modified_ns > _TICK
-        self._directory = directory if stable else None
+        self._directory = directory if directory is not None and directory.settled else None
         try:
             self._files = claim_files.read_all(self._own, served)
         except OSError as error:
@@ -235,7 +201,8 @@ class OrphanedClaims:
         for claim in claims:
             filed = {file.driver for file in files if file.uid == claim.uid and file.devices is not None}
             others = claim.devices.keys() - served - filed
-            if others and (tokens := nodes_of(claim, {*served, *filed}, self.cdi_directory)):
+            names = frozenset[str]().union(*(claim.cdi_ids.get(driver, ()) for driver in others))
+            if names and (tokens := nodes_of(names, directories(self.cdi_directory))):
                 who = f"claim {claim.title} through driver {', '.join(sorted(others))}, which is not served here"
                 uses.append(Use(("foreign", claim.uid), who, None, tokens, None))
             for driver in others:

@@ -105,7 +105,7 @@ class HolderTracker:
         self._present = SharedCall(lambda: self.looks.at("checkpoint", self._checkpoint.newest, brief=True))
         """Reads the checkpoint. Simultaneous reads for the registrations of several resources access the file only
         once."""
-        self._checkpoint = CheckpointReader(paths.plugins, lists, lambda: self._known, self.looks)
+        self._checkpoint = CheckpointReader(paths, lists, self._known, self.looks)
         self._lists = SharedCall(self._list)
         self.pod_resources: Final = PodResources(paths.pod_resources)
         self.in_flight = AllocationsInFlight()
@@ -163,7 +163,7 @@ class HolderTracker:
         self.pods.known(pod_evidence.recorded({place for record in records for place in record.shown}, boot_id()))
         seen = await self.looks.until_answered("evidence", self._read)
         await self._register.add_holders(await self.looks.until_answered("evidence", self._possible_holders, seen))
-        self.snapshot = holders.holders(self._known, seen)
+        self.snapshot = holders.holders(self._known(), seen)
         self._expect_admission(socket)
         if socket is not None and time.time() - socket.modified_ns / 1e9 > READMISSION:
             self._admitting_since = -math.inf
@@ -174,7 +174,6 @@ class HolderTracker:
             if problem := await self.names.looks.at("pod names", self.names.missing):
                 _LOG.warning("%s", problem)
 
-    @property
     def _known(self) -> frozenset[Allocation]:
         """The allocations in the register, of other plugins at the last scan, and of pending grants.
 
@@ -210,7 +209,7 @@ class HolderTracker:
     def _expect_admission(self, kubelet: FileIdentity | None) -> None:
         """Expect that a kubelet admits the pods with devices again. kubelet: kubelet.sock's identity, if it exists."""
         self._kubelet, self._admitting_since = kubelet, None
-        self._returning = frozenset(allocation.pod_uid for allocation in self._known)
+        self._returning = frozenset(allocation.pod_uid for allocation in self._known())
         self.snapshot = replace(self.snapshot, active=self._returning)
 
     def _possible_holders(self, seen: HolderEvidence) -> frozenset[Allocation]:
@@ -303,7 +302,7 @@ class HolderTracker:
         """Return False only if no pod that may hold one of these ids still has cgroups. Blocks."""
         self._newest()
         named, found = self._checkpoint.known.last.allocations, set[str]()
-        for holder in self._known | named:
+        for holder in self._known() | named:
             # If the kubelet has lost a container's allocations, and now allocates for this container again, the former
             # instance of the container has ended.
             lost = holder.container and holder not in named
@@ -363,14 +362,14 @@ class HolderTracker:
         return []
 
     def _known_or(self, read: Sequence[CheckpointVersion]) -> frozenset[Allocation]:
-        return self._known.union(*(version.allocations for version in read))
+        return self._known().union(*(version.allocations for version in read))
 
     def _ended_containers(self, read: Sequence[CheckpointVersion], pods: PodProcesses) -> frozenset[Allocation]:
         """Return the known allocations whose containers have ended and that none of these checkpoints names. Blocks."""
         if not read:
             return frozenset()
         named: frozenset[Allocation] = frozenset().union(*(version.allocations for version in read))
-        lost = {holder for holder in self._known - named if holder.container and holder.pod_uid in (pods.running or ())}
+        lost = {one for one in self._known() - named if one.container and one.pod_uid in (pods.running or ())}
         return self._lost.ended(lost, {holder[2:] for holder in named}, self._register.snapshot.allocations)
 
     async def recorded(self, resource: str, served: Collection[str]) -> KubeletRecord | None:
@@ -497,14 +496,14 @@ class HolderTracker:
         unscanned = self._unscanned
         before = seen = await self.looks.at("evidence", self._read, timeout=LONG)
         report = await self._list() if self._wants_claim_uses else None
-        now = holders.holders(self._known, seen, at)
+        now = holders.holders(self._known(), seen, at)
         if asked := self._requests.due(now, seen.pods, wanted):
             report = report or await self._list()
             written, self._unanswered = await self._checkpoint.written()
             seen = await self.looks.at("evidence", self._read, written, self._unanswered, timeout=LONG)
             if report is not None:  # The kubelet has answered `List`, and so has dropped the ended pods.
                 seen = self._with_hidden(before.pods, seen)
-            now = holders.holders(self._known | now.held.keys(), seen, at)
+            now = holders.holders(self._known() | now.held.keys(), seen, at)
         all_pods_listed, listed = self.all_pods_listed, None
         if report is not None:
             look = seen.pods if asked else await self.looks.at("evidence", self.pods.read, timeout=LONG)
@@ -529,7 +528,7 @@ class HolderTracker:
         self.snapshot = now
         self._unscanned -= unscanned
         if self._copied:
-            self._copied = {allocation: what for allocation, what in self._copied.items() if allocation in self._known}
+            self._copied = {one: self._copied[one] for one in self._copied.keys() & self._known()}
         self.read_at = self.read_at if now.registered is None else at
         self._note_problem(seen)
         return now

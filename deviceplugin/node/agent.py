@@ -8,7 +8,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
-from deviceplugin import filewatch
+from deviceplugin import cdi_specs, filewatch
 from deviceplugin.adoption.plugins import AdoptionError, VendorPlugins
 from deviceplugin.adoption.source import AdoptedSource
 from deviceplugin.kubelet.paths import Paths
@@ -83,6 +83,7 @@ class Agent:
         # If the agent adopts no plugins, `run` of `vendors` is never called, so no plugin registers.
         self._vendors = vendors = vendors or VendorPlugins(self.paths.plugins)
         vendors.registered = self._vendor_registered
+        vendors.cdi_directories = cdi_specs.directories(self.paths.cdi_dir)
         self.plugin_directory: Final = PluginDirectory(self.paths.plugins, (timing or RegistrationTiming()).poll)
         plugins, tracker, register = self.plugin_directory, self.tracker, self.register
         directory = str(self.paths.cdi_dir)

@@ -234,7 +234,7 @@ class ScanLog:
 
     def __init__(self, tracker: HolderTracker) -> None:
         self.double_allocations = 0
-        self.holders = HolderLog(lambda pod_uid: tracker.title(pod_uid))
+        self.holders = HolderLog(tracker.title)
         self._tracker = tracker
         self._doubled: frozenset[tuple[str, str]] = frozenset()
         self._withheld: dict[tuple[str, str], set[str]] = {}

@@ -19,6 +19,7 @@ from deviceplugin.device import ContainerEdits, Device, EditConflictError, Healt
 from deviceplugin.exclusion import NO_TOKENS, DeviceConflictError, DeviceKey, titled
 from deviceplugin.identity import Identity, Tokens, agree, identified, shown
 from deviceplugin.inventory import GONE, Inventory, InventorySnapshot
+from deviceplugin.kubelet.given_devices import GivenDevices
 from deviceplugin.register import operations
 from deviceplugin.register.question import View, takes_of
 from deviceplugin.register.records import Amount, Claim, ClaimDevice, Operation, Outlook
@@ -311,12 +312,12 @@ class ClaimDevices:
         return made
 
     async def _opening(self, record: Claim, answers: Made) -> Claim:
-        """Return a claim's record with the device nodes in vendors' AllocateResponses. Raises LookTimeoutError."""
+        """Return a claim's record with the devices in vendors' AllocateResponses. Raises LookTimeoutError."""
         opened: dict[DeviceKey, Tokens] = {}
         for group, edits in answers:
             source, ids = group.served.source, [device.id for device in group.devices]
             assert isinstance(source, AdoptedSource)
-            nodes = await source.opened([node.host for node in edits.device_nodes], ids)
+            nodes = await source.opened(GivenDevices.in_edits(edits), ids)
             for name in ids:
                 key = source.resource, name
                 opened[key] = opened.get(key, NO_TOKENS) | nodes

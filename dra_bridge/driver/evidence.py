@@ -64,7 +64,7 @@ def only_seen(claim: PreparedClaim, driver: str) -> frozenset[str]:
     another request of the claim has the same device without such access, the claim holds the device.
     """
     prefix = cdi.qualified(driver, f"{cdi.ADMIN}_{claim.uid}_")
-    admin = {name.removeprefix(prefix) for name in claim.cdi_ids if name.startswith(prefix)}
+    admin = {name.removeprefix(prefix) for name in claim.cdi_ids.get(driver, ()) if name.startswith(prefix)}
     mine = [(request, device) for of, request, device in claim.requests if of == driver]
     held = {device for request, device in mine if request not in admin}
     return frozenset(device for request, device in mine if request in admin and device not in held)

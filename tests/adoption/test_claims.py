@@ -19,6 +19,7 @@ from dra_bridge.testing.apiserver import FakeApiServer
 from dra_bridge.testing.node import FakeNode
 from dra_bridge.testing.serving import device_class
 from tests.adoption.behind import Adopted
+from tests.adoption.test_limits import FORMS, SPEC
 from tests.kubeconfigs import written
 from tests.scenarios.fake import AgentProcess
 from tests.scenarios.node import wait_for
@@ -132,15 +133,19 @@ def test_a_claim_gets_what_the_plugin_says(scene: Scene) -> None:
 OTHER, OTHER_D = "example.com/terminal", "terminal.example.com"
 
 
+@pytest.mark.parametrize("form", ["nodes", "cdi"])
 @pytest.mark.parametrize("restart", [False, True])
-def test_a_node_that_another_resource_lists_as_well(scene: Scene, restart: bool) -> None:
+def test_a_node_that_another_resource_lists_as_well(scene: Scene, restart: bool, form: str) -> None:
     """A claim has a node from the plugin: no pod or claim gets the node from another resource before the claim ends."""
     scene.node.server.create(device_class(OTHER, OTHER_D))
     adopted = {"name": RESOURCE, "driver": D, "devices": [{"plugin": {"claims": True}}], "dra": {"share": "all"}}
     other = {"name": OTHER, "driver": OTHER_D, "devices": [{"path": "/dev/tty"}]}
     scene.write_config(adopted, other)
     agent = scene.agent()
-    scene.vendor(resource(nodes=[["/dev/tty", "/dev/tty", "rw"]], control=[["/dev/ptmx", "/dev/ptmx", "rw"]]))
+    directory = scene.node.cdi
+    directory.mkdir(exist_ok=True)
+    (directory / "vendor.yaml").write_text(SPEC)
+    scene.vendor(resource(**FORMS[form]))
     scene.wait_offered(2)
     scene.node.wait_allocatable(OTHER, 1)
     first, second = scene.pod("first").wait_running(), scene.pod("second").wait_running()

@@ -154,15 +154,33 @@ def test_a_device_that_was_listed_beside_a_held_one_is_another(node: Node) -> No
 
 OTHER = "example.com/terminal"
 SHARED: dict[str, Any] = {"nodes": [["/dev/tty", "/dev/tty", "rw"]], "control": [["/dev/ptmx", "/dev/ptmx", "rw"]]}
+SPEC = """
+kind: vendor.example/gadget
+containerEdits: {deviceNodes: [{path: /dev/ptmx}]}
+devices:
+- {name: g0, containerEdits: {deviceNodes: [{path: /dev/tty}]}}
+- {name: g1, containerEdits: {deviceNodes: [{path: /dev/tty}]}}
+"""
+FORMS: dict[str, dict[str, Any]] = {
+    "nodes": SHARED,
+    "cdi": {"cdi": ["vendor.example/gadget={id}"]},
+    "annotation": {"annotations": {"cdi.k8s.io/vendor": "vendor.example/gadget={ids}"}},
+}
 
 
-@pytest.fixture
-def listed_twice(node: Node) -> Node:
-    """A node whose agent lists the node of the plugin's devices g0 and g1 under another resource, too."""
+@pytest.fixture(params=FORMS)
+def listed_twice(node: Node, request: pytest.FixtureRequest) -> Node:
+    """A node whose agent lists the node of the plugin's devices g0 and g1 under another resource, too.
+
+    The plugin's responses name the node by its path, or by a CDI device of a static spec.
+    """
     node.write_config(
         {"name": RESOURCE, "devices": [{"plugin": {}}]}, {"name": OTHER, "devices": [{"path": "/dev/tty"}]}
     )
-    node.adopt(resource(**SHARED))
+    directory = node.kubelet.paths.cdi_dir
+    directory.mkdir(exist_ok=True)
+    (directory / "vendor.yaml").write_text(SPEC)
+    node.adopt(resource(**FORMS[request.param]))
     node.kubelet.wait_allocatable(OTHER, 1)
     return node
 

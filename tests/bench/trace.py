@@ -75,7 +75,7 @@ LIMITS: Final = {
     "NodePrepareResources": Size(170, 35),
     "NodeUnprepareResources": Size(95, 21),
     "move": Size(131, 29),
-    "evidence": Size(255, 39),
+    "evidence": Size(254, 39),
 }
 """The maximum sizes of the paths, which tests/test_trace.py checks. A change that shortens a path should lower its
 limit."""

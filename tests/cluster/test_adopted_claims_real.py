@@ -397,18 +397,22 @@ def test_a_held_device_comes_back_under_another_id(
 
 
 @pytest.mark.parametrize(
-    ("first", "then"),
+    ("first", "then", "answer"),
     [
-        (("a", "claim"), ("b", "limits")),
-        (("a", "claim"), ("b", "claim")),
-        (("a", "limits"), ("b", "limits")),
-        (("b", "limits"), ("a", "claim")),
-        (("b", "limits"), ("a", "limits")),
-        (("b", "claim"), ("a", "limits")),
+        (("a", "claim"), ("b", "limits"), "nodes"),
+        (("a", "claim"), ("b", "claim"), "nodes"),
+        (("a", "limits"), ("b", "limits"), "nodes"),
+        (("b", "limits"), ("a", "claim"), "nodes"),
+        (("b", "limits"), ("a", "limits"), "nodes"),
+        (("b", "claim"), ("a", "limits"), "nodes"),
+        (("a", "claim"), ("b", "limits"), "cdi"),
+        (("a", "limits"), ("b", "limits"), "cdi"),
+        (("b", "limits"), ("a", "claim"), "cdi"),
+        (("b", "claim"), ("a", "limits"), "cdi"),
     ],
 )
 def test_a_node_that_another_resource_lists_as_well(
-    scene: Scene, first: tuple[str, str], then: tuple[str, str]
+    scene: Scene, first: tuple[str, str], then: tuple[str, str], answer: str
 ) -> None:
     """A plugin gives the node for resource a, and the agent lists the node for resource b: one holder at a time."""
     cluster, shares, ways = scene.cluster, {"claim": "all", "limits": "none"}, dict([first, then])
@@ -416,7 +420,7 @@ def test_a_node_that_another_resource_lists_as_well(
     scene.nodes("a", 1)
     path = {"path": f"{locks.NODES}/a/*"}
     scene.serve(adopted("a", shares[ways["a"]]), witnesses.resource("b", shares[ways["b"]], devices=[path]))
-    vendor = Vendor(scene, "a")
+    vendor = Vendor(scene, "a", answer)
     vendor.directory = DIRECTORY
     vendor.start()
     for letter, way in ways.items():

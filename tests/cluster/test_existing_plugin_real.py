@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from deviceplugin import cdi
 from deviceplugin.sources.path import device_id
 from deviceplugin.testing import foreign
 from dra_bridge.wire import dra_v1_pb2 as v1
@@ -35,8 +36,9 @@ CONTROL = locks.NODES.parent / "control"
 class Vendor:
     """A vendor's plugin for the device nodes of a resource, as a process.
 
-    answer: how its containers get their devices: `nodes` as device nodes, `variables` as a variable and in a way that
-    the kubelet does not know. prefix: of its ids, before the nodes' names; without it as a `path` source has them.
+    answer: how its containers get their devices: `nodes` as device nodes, `cdi` by the names of CDI devices in a static
+    spec, `variables` as a variable and in a way that the kubelet does not know. prefix: of its ids, before the nodes'
+    names; without it as a `path` source has them.
     """
 
     def __init__(self, scene: Scene, letter: str, answer: str = "nodes", prefix: str = "") -> None:
@@ -59,6 +61,19 @@ class Vendor:
         if answer == "nodes":
             how["nodes"] = [[path, f"{directory}/{{id}}", "rw"]]
             how["control"] = [[str(CONTROL), "/dev/gadgetctl", "rw"]]
+        elif answer == "cdi":
+            kind = f"{letter}.vendor.example/gadget"
+            how["cdi"] = [f"{kind}={{id}}"]
+            devices = [
+                {"name": name, "containerEdits": {"deviceNodes": [{"path": str((links / name).resolve())}]}}
+                for name in ids
+            ]
+            common = {"deviceNodes": [{"path": "/dev/gadgetctl", "hostPath": str(CONTROL)}]}
+            spec = {"cdiVersion": "0.6.0", "kind": kind, "containerEdits": common, "devices": devices}
+            file = Path(cdi.DIRECTORY) / f"vendor-{letter}.json"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(json.dumps(spec))
+            scene.stack.callback(file.unlink, missing_ok=True)
         else:
             how["mounts"] = [[path, f"{directory}/{{id}}"]]
         self.answer = how
@@ -162,10 +177,11 @@ def held_from_another_plugin(scene: Scene, gives: str) -> Pod:
     return held
 
 
-def test_another_plugin_had_other_ids(scene: Scene) -> None:
+@pytest.mark.parametrize("answer", ["nodes", "cdi"])
+def test_another_plugin_had_other_ids(scene: Scene, answer: str) -> None:
     """Under other ids, devices of the former plugin's pods are found by the pods' device nodes, until the pods end."""
     cluster = scene.cluster
-    held = held_from_another_plugin(scene, "nodes")
+    held = held_from_another_plugin(scene, answer)
     cluster.wait_allocatable(named("a"), 2)
     scene.running(scene.pod("after", "a"))
     # One device is idle and cannot be had: the scheduler takes the held one's request off what is allocatable, too.
@@ -334,6 +350,30 @@ def test_to_another_vendors_driver(scene: Scene) -> None:
             pod.delete()
         for pod in cluster.pods("default"):
             pod.wait_gone()
+
+
+def test_a_claim_of_another_vendors_driver_has_a_device(scene: Scene) -> None:
+    """A claim of another driver has the device, by a static CDI spec: no pod gets the device before the claim ends."""
+    cluster = scene.cluster
+    if cluster.minor < 34:
+        pytest.skip("the other driver speaks a version of the API that came with 1.34")
+    scene.nodes("a", 1)
+    agents = scene.serve(resource("a", "none"))
+    cluster.wait_allocatable(named("a"), 1)
+    OtherDriver.make_class(scene)
+    driver = OtherDriver(scene, "a")
+    scene.stack.callback(driver.stop)
+    agents.template("other", {"name": "device", "exactly": {"deviceClassName": OtherDriver.NAME}})
+    held = scene.claimer("held", "other")
+    scene.running(held)
+    scene.before = len(locks.holders())
+    cluster.wait_allocatable(named("a"), 0)
+    scene.wait(plain("wants-plain", "a"))
+    scene.observe(5)
+    del scene.waiting["wants-plain"]
+    held.delete()
+    held.wait_gone()
+    scene.running(cluster.pod("wants-plain"))
 
 
 def test_agents_are_just_deleted(scene: Scene) -> None:

@@ -21,6 +21,7 @@ from deviceplugin.kubelet.checkpoint import FILE_NAME, CheckpointReader, Checkpo
 from deviceplugin.kubelet.claim_state import FILE_NAME as CLAIM_STATE
 from deviceplugin.kubelet.holders import EvidenceSource, HolderEvidence, holders, unknown
 from deviceplugin.kubelet.orphaned_claims import OrphanedClaims
+from deviceplugin.kubelet.paths import Paths
 from deviceplugin.kubelet.podresources import PodResources
 from deviceplugin.looks import Looks
 from deviceplugin.register.copies import AllocationCopies, Copy, copies_in, write
@@ -330,7 +331,7 @@ async def test_checkpoint(tmp_path: Path, text: bytes | None) -> None:
     if text is not None:
         (tmp_path / FILE_NAME).write_bytes(text)
     lists: Any = SimpleNamespace(resend=lambda: True, adopted=lambda resource: False)
-    reader = CheckpointReader(tmp_path, lists, lambda: (HELD,), Looks("checkpoint"))
+    reader = CheckpointReader(Paths(device_plugin_dir=tmp_path), lists, lambda: (HELD,), Looks("checkpoint"))
     written, problem = await reader.written(patience=0.05)
     evidence = HolderEvidence(written, bool(written), PodProcesses(frozenset()), problem)
     assert problem

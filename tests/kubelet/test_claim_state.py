@@ -40,7 +40,7 @@ def test_the_kubelets_file_is_read(tmp_path: Path) -> None:
                 "a.example.com": frozenset(),  # the driver was asked to prepare it, and has not answered
                 "gpu.example.com": frozenset({("n", "gpu-0", ""), ("n", "gpu-1", "s-1")}),
             },
-            frozenset({'example.com/gpu=a<&>é"\\', "x=y"}),
+            {"a.example.com": frozenset(), "gpu.example.com": frozenset({'example.com/gpu=a<&>é"\\', "x=y"})},
             frozenset({("gpu.example.com", "r0", "gpu-0"), ("gpu.example.com", "", "gpu-1")}),
         ),
         PreparedClaim("u2", "ns", "c2", frozenset(), {}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import os
 import subprocess
 import sys
@@ -98,6 +99,23 @@ def test_without_an_annotation_of_this_boot_the_nodes_tell(value: str | None) ->
         A._replace(identity=tokens, paths=paths) if value == "another boot" else NOTHING._replace(identity=tokens)
     )
     assert granted(kept(response), R, "a", BOOT) == expected
+
+
+def test_without_an_annotation_cdi_devices_and_uuids_identify(tmp_path: Path) -> None:
+    """Another plugin's answer that names CDI devices and UUIDs gives their tokens, without its spec only UUIDs."""
+    spec = tmp_path / "vendor.json"
+    node = {"path": "/dev/x", "type": "c", "major": 240, "minor": 7}
+    spec.write_text(
+        json.dumps({"kind": "v.com/c", "devices": [{"name": "a", "containerEdits": {"deviceNodes": [node]}}]})
+    )
+    response = pb.ContainerAllocateResponse(
+        envs={"NVIDIA_VISIBLE_DEVICES": "GPU-1"}, cdi_devices=[pb.CDIDevice(name="v.com/c=a")]
+    )
+    for device in ("char:240:7", None):
+        tokens = frozenset({"uuid:GPU-1"} | ({device} if device else set()))
+        wanted = granted(kept(response), R, "a", BOOT, lambda given: given.tokens([str(tmp_path)]))
+        assert wanted == NOTHING._replace(identity=identified(tokens, BOOT, sure=False))
+        spec.unlink(missing_ok=True)
 
 
 @pytest.mark.parametrize("response", ["", "AQL/", "%"])

@@ -267,7 +267,7 @@ class Outside:
         for uid, hardware in self.foreign.items():
             node = {"path": "/dev/nic", "type": "c", "major": 240, "minor": int(hardware[1:])} if hardware else None
             edits = {"deviceNodes": [node]} if node is not None else {"env": ["NIC=1"]}
-            text = json.dumps({"devices": [{"name": uid, "containerEdits": edits}]})
+            text = json.dumps({"kind": f"{FOREIGN}/claim", "devices": [{"name": uid, "containerEdits": edits}]})
             (cdi_directory / f"{FOREIGN}-claim_{uid}.json").write_text(text)
 
     def running(self) -> frozenset[str]:

@@ -35,6 +35,9 @@ class Scans:
         always, self.wanted = register is None, asyncio.Event()
         self.scanner = HolderScanner({}, tracker, register or Register(), self.wanted, period, evidence, always=always)
 
+    def title(self, pod_uid: str) -> str:
+        return pod_uid
+
     async def read_others(self) -> bool:
         return False
 

@@ -5,24 +5,19 @@ Containers get these devices by environment variable, CDI name or device node.
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import json
-import logging
 import os
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import combinations
-from pathlib import Path
 from typing import Final
 
 from deviceplugin import sysfs
+from deviceplugin.cdi_specs import names_of
 from deviceplugin.device import AttributeValue, ContainerEdits, Device, DeviceNode, Health
+from deviceplugin.identity import UUID
 from deviceplugin.sources import bus
 from deviceplugin.sources.nvidia.nvml import Gpu, NvmlScan, Partition, Places, version
 from deviceplugin.topology import Link
-
-_LOG: Final = logging.getLogger(__name__)
 
 CDI_KIND: Final = "nvidia.com/gpu"
 NEEDED_NODES: Final = ("nvidiactl", "nvidia-uvm")
@@ -38,7 +33,7 @@ def make_devices(
     The function blocks, because it reads CDI specs and /proc.
     Each returned device is healthy, unless a device node that its containers need is missing.
     """
-    names = _cdi_names(places.cdi) if injection == "cdi" else frozenset()
+    names = names_of(CDI_KIND, places.cdi) if injection == "cdi" else frozenset()
     made = []
     for gpu, partition in listed:
         nodes = _device_nodes(places, gpu, partition) if injection == "nodes" else ((), ())
@@ -99,7 +94,7 @@ def _make_device(
         attributes={key: value for key, value in attributes.items() if value not in (None, "")},
         capacity={"memory": f"{described.memory}Mi"} if described.memory else {},
         edits=ContainerEdits(nodes=common, cdi=[f"{CDI_KIND}={cdi}"] if cdi else ()),
-        identity=f"uuid:{described.uuid}",
+        identity=f"{UUID}{described.uuid}",
     )
 
 
@@ -149,17 +144,6 @@ def _device_nodes(places: Places, gpu: Gpu, partition: Partition | None) -> _Own
     return nodes[-1:], [*whole, *common, *nodes[:-1]]
 
 
-def _cdi_names(directories: Iterable[str]) -> frozenset[str]:
-    """Return the names of nvidia.com/gpu devices in the CDI specs of these directories; blocks."""
-    names: frozenset[str] = frozenset()
-    for file in (file for directory in directories for file in Path(directory).glob("*")):
-        if file.suffix in {".json", ".yaml", ".yml"}:
-            with contextlib.suppress(OSError):
-                status = file.stat()
-                names |= _names_in_spec(str(file), status.st_ino, status.st_mtime_ns, status.st_size)
-    return names
-
-
 def _cdi_name_of(gpu: Gpu, partition: Partition | None, in_spec: Collection[str]) -> str | None:
     if partition is None:
         names = (gpu.uuid, str(gpu.index), f"gpu{gpu.index}")
@@ -167,21 +151,3 @@ def _cdi_name_of(gpu: Gpu, partition: Partition | None, in_spec: Collection[str]
         place = f"{gpu.index}:{partition.index}"
         names = (partition.uuid, place, f"mig{place}")
     return next(filter(in_spec.__contains__, names), None)
-
-
-@functools.lru_cache(maxsize=256)
-def _names_in_spec(file: str, *_state: int) -> frozenset[str]:
-    """Return the device names in a CDI spec. The file is read again only if inode, time or size have changed."""
-    import yaml
-
-    parse = json.loads if file.endswith(".json") else yaml.safe_load
-    try:
-        text = Path(file).read_text(encoding="utf-8", errors="replace")
-        spec = parse(text) if CDI_KIND in text else {}
-        if spec.get("kind") == CDI_KIND:
-            return frozenset(str(device["name"]) for device in spec.get("devices", ()))
-    except OSError:
-        pass  # The file was removed after the directory was listed.
-    except (ValueError, yaml.YAMLError, AttributeError, KeyError, TypeError) as error:
-        _LOG.warning("%s cannot be read as a CDI spec: %s", file, error)
-    return frozenset()

@@ -1142,7 +1142,7 @@ def in_claim_state(*devices: tuple[str, str, str], admin: Sequence[str] = ()) ->
     """What the kubelet's claim state has of a claim with these (pool, device, share). admin: of an admin's request."""
     pods, cdi_ids = frozenset({"pod-uid"}), frozenset({f"{D}/claim=admin_1_look", f"{D}/claim=claim_1_fpga"})
     requests = frozenset((D, "look" if name in admin else "fpga", name) for _, name, _ in devices)
-    return PreparedClaim("1", "default", "claim-1", pods, {D: frozenset(devices)}, cdi_ids, requests)
+    return PreparedClaim("1", "default", "claim-1", pods, {D: frozenset(devices)}, {D: cdi_ids}, requests)
 
 
 async def test_the_kubelets_claim_state_is_evidence(here: ServedDriver) -> None:
