@@ -42,7 +42,7 @@ def a_loop_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def answered(subject: Looks) -> None:
-    """Wait until no look of a subject hangs."""
+    """Wait until no file access of `subject` hangs any more."""
     changed = asyncio.Event()
     before, subject.changed = subject.changed, lambda: (before(), changed.set())  # type: ignore[assignment, func-returns-value]
     async with asyncio.timeout(60):

@@ -20,7 +20,7 @@ def behind(tree: Tree, number: str, kind: str = "char") -> HardwarePart | None:
 
 
 def test_a_usb_device_is_known_by_its_serial_number_wherever_it_is_plugged_in(tree: Tree) -> None:
-    """Under another number and in another port it has a name in common with before, and the same part."""
+    """With another device number and in another port, it keeps the name by its serial number, and its `part`."""
     tree.number("188:0", tree.usb("1-2", 4, serial="A5"), "1-2:1.0/ttyUSB0/tty/ttyUSB0")
     before = behind(tree, "188:0")
     tree.pull("1-2")

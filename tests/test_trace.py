@@ -21,7 +21,7 @@ def test_a_path_is_no_longer_than_its_limit(path: str, traced: dict[str, Trace])
 
 
 def test_the_question_is_decided_where_a_device_is_granted(traced: dict[str, Trace]) -> None:
-    """Allocate and NodePrepareResources decide the question, Unprepare does not."""
+    """Allocate and NodePrepareResources decide whether a device may be given; NodeUnprepareResources does not."""
     calls = [path for path in LIMITS if path not in ("move", "evidence")]
     decided = {path: traced[path].asked("question decided") > 0 for path in calls}
     assert decided == {"Allocate": True, "NodePrepareResources": True, "NodeUnprepareResources": False}

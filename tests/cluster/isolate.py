@@ -137,7 +137,10 @@ def cgroup_directories(name: str) -> Iterator[Path]:
 
 
 def kill_cgroup(name: str) -> None:
-    """Kill every process in a cgroup and all below it. Those of other pid namespaces than the caller's read as 0."""
+    """Kill every process in a cgroup and in those below it, except the caller.
+
+    cgroup.procs shows a process outside the caller's pid namespace as 0: such processes are skipped.
+    """
     for directory in cgroup_directories(name):
         with contextlib.suppress(OSError):
             for pid in {int(line) for line in (directory / "cgroup.procs").read_text().split()} - {0, os.getpid()}:
@@ -175,7 +178,7 @@ def _begin_run() -> tuple[str, int]:
                 break
         except BlockingIOError:
             pass
-        os.close(lock)  # between open and flock somebody took it for a dead run's
+        os.close(lock)  # between open and flock, another run's cleanup locked or removed this file
     _make_cgroup(name)
     return name, lock
 

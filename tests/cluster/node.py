@@ -268,7 +268,7 @@ class Cluster:
         self._write_files()
 
     def start_node(self, timeout: float) -> None:
-        """Start what runs on a node, beside the control plane."""
+        """Start containerd, import the busybox image, and start the kubelet; the control plane runs already."""
         self.components["containerd"].start()
         self._import_busybox(timeout)
         self.start_kubelet(timeout)
@@ -351,7 +351,7 @@ class Cluster:
             "--authorization-mode=Node,RBAC",
             "--enable-admission-plugins=NodeRestriction",
             "--allow-privileged",
-            # without it `kubectl logs` and `exec` look for a node by its name
+            # without it, `kubectl logs` and `exec` resolve the Node's name, and there is no DNS
             "--kubelet-preferred-address-types=InternalIP",
             *([f"--runtime-config={served}"] if served else []),
             *common,

@@ -596,7 +596,7 @@ class Discovery:
         return found[0] if found else None
 
     def nodes(self) -> set[str]:
-        """Look at the pods, and tell; return the nodes of those that are told of."""
+        """Tell Prometheus the addresses of all agent pods that have one; return the nodes of these pods."""
         found = [pod.object for pod in self.deployed.pods()]
         found = [pod for pod in found if pod["status"].get("podIP")]
         agents = [(f"{pod['status']['podIP']}:9410", pod["spec"]["nodeName"]) for pod in found]

@@ -184,7 +184,7 @@ def sleeper() -> dict[str, object]:
 
 
 def test_what_it_gave_without_saying_which(scene: Scene) -> None:
-    """While a pod of another plugin may have any device, the agent gives no device until that pod ends."""
+    """If another plugin gave a pod an unknown one of two devices, the agent gives no device until that pod ends."""
     cluster = scene.cluster
     serve(scene, 2)
     scene.agents.kill()

@@ -187,7 +187,10 @@ def crashing(name: str, letter: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", [with_init, crashing], ids=["init", "crashing"])
 def test_sticks_swap_of_pods_with_other_containers(scene: Scene, sticks: Sticks, kind: Any) -> None:
-    """Of pods with init containers, and of containers that crash again and again, each has its own stick in the end."""
+    """After a swap of two sticks, each pod gets its own stick again.
+
+    init: the pods have init containers. crashing: their containers crash again and again.
+    """
     sticks.plug("A", 1)
     sticks.plug("B", 2)
     scene.serve(*(resource(of, "all", devices=[{"path": f"{ID}/{of.upper()}"}]) for of in "ab"))

@@ -185,7 +185,7 @@ def test_holders_are_what_the_pods_say(bridge: Bridge, prometheus: Prometheus) -
     cluster.wait_for(lambda: prometheus.holders() == wanted, 30, "the holders are those who say so")
     claims = {dict(labels)["claim"] for labels in prometheus.query('deviceplugin_allocation_info{pod="claim"}')}
     assert claims == {"mine"}
-    # An alert recognises pods by limits that DRA serves by this name of the claim.
+    # An alert recognises a pod with limits that DRA serves by the name of the claim.
     (by_limits,) = {
         dict(labels)["claim"] for labels in prometheus.query('deviceplugin_allocation_info{pod="extended"}')
     }
@@ -271,7 +271,7 @@ def test_administrative_access_is_no_holder(bridge: Bridge, prometheus: Promethe
 
 
 def test_every_query_of_the_dashboard_is_answered(bridge: Bridge, prometheus: Prometheus) -> None:
-    """Each query of the dashboard returns data, except for events that did not happen; the values are the node's."""
+    """Each query of the dashboard returns data, except for events that did not happen; values fit the node's state."""
     cluster = bridge.cluster
     pods = start_all(bridge)
     cluster.wait_for(lambda: len(prometheus.holders()) == 6, 30, "all holders are seen")

@@ -251,7 +251,7 @@ def test_version_is_printed(bridge: Callable[..., Ran], capsys: pytest.CaptureFi
 
 @pytest.mark.parametrize("command", ["manifests", "migrate", "rollout"])
 def test_help_has_examples(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Help shows command lines that can be copied, and what `--timeout` is without it."""
+    """Help has command lines that can be copied, and says what `--timeout` is by default."""
     with pytest.raises(SystemExit):
         cli.main([command, "--help"])
     out = capsys.readouterr().out
@@ -544,7 +544,7 @@ def test_status_tells_devices_and_holders(nodes: FakeFleet, bridge: Callable[...
 
 
 def test_status_asks_the_agents(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
-    """Holders and health come from the agents, in spite of the slice; the holders by claim come from the API server."""
+    """Holders and health are those that agents answer, not those in a report; claims' holders are the API server's."""
     nodes.agent("n1", count=5, held={"gpu-0": "pod default/ended"})
     nodes.server.create(agent_pod("n1"))
     pod = {"side": "plugin", "namespace": "ml", "pod": "train", "container": "c", "claim": "", "uid": "u"}

@@ -117,6 +117,6 @@ def test_a_type_within_itself_ends() -> None:
 
 
 def test_values_are_quoted() -> None:
-    """No value of the type ends the expression's texts."""
+    """In the CEL expression, quotes and backslashes of a value are escaped: the value cannot end its string literal."""
     kind = msgspec.defstruct("Kind", [("field", Literal['a"b\\'], "")])
     assert 'p.parameters["field"] == "a\\"b\\\\"' in expression([kind])

@@ -1,4 +1,4 @@
-"""The limits of a run that are missed."""
+"""A run's report names each limit that its figures miss."""
 
 from __future__ import annotations
 

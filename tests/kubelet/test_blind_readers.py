@@ -286,7 +286,7 @@ def root_of_others(node: BlindNode) -> None:
 
 
 def root_covered(node: BlindNode) -> Callable[[], None]:
-    """A mount covers the directory after the pod's directory was seen."""
+    """After the pod's directory was seen, an empty `pods` directory covers the kubelet's, as a mount would."""
 
     def cover() -> None:
         (node.root / "pods").rename(node.root / "below")

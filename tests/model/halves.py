@@ -205,11 +205,11 @@ def possible(small: Small, shared: Shared) -> tuple[str, ...]:
     return tuple(found)
 
 
-# Sets of small numbers, as bits.
+# Sets of small numbers, as bit masks.
 
 
 def bits(mask: int) -> list[int]:
-    """Return the numbers in a set."""
+    """Return the numbers whose bits are 1 in a mask."""
     text = bin(mask)[:1:-1]
     found = []
     at = text.find("1")
@@ -220,7 +220,7 @@ def bits(mask: int) -> list[int]:
 
 
 def mask_of(numbers: Collection[int]) -> int:
-    """Return numbers as a set."""
+    """Return a mask whose bits of these numbers are 1."""
     raw = bytearray(max(numbers) // 8 + 1)
     for number in numbers:
         raw[number >> 3] |= 1 << (number & 7)

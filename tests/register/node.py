@@ -136,7 +136,7 @@ class Here(AgentOnNode):
 
 
 def policies(sources: Sequence[DeviceSource], share: str) -> dict[str, HandoverPolicy]:
-    """Return a config file's policies, with the same share for claims of each resource."""
+    """Return a config file's policies: of each source's resource, the same share of devices is for claims."""
     return {source.resource: HandoverPolicy(parse_share(share)) for source in sources}
 
 

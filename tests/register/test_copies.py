@@ -171,7 +171,7 @@ async def test_the_copy_of_an_agent_with_a_ledger_has_all_its_allocations(tmp_pa
 
 
 async def test_a_copy_is_written_only_after_a_durable_change(tmp_path: Path) -> None:
-    """A change that is not durable, such as a pod's name, writes no copy."""
+    """A copy is written after a change that must survive a power failure (`durable`), and not after another change."""
     store, looks, found = MemoryStore(), Looks("copies", threads=1), AllocationCopies(tmp_path, tmp_path, "own")
     one = AllocationRecord(R, "d0", "d0", 1.0, 1, frozenset({("u1", "main")}), identity=seen_as("b", "n1"))
     path = Path(copies.path(str(tmp_path), "own"))

@@ -47,7 +47,10 @@ def hardware(pod: FakePod) -> set[int]:
 @BOTH
 @pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
 async def test_numbers_are_swapped_by_a_reboot(node: FakeNode, tmp_path: Path, late: bool, both: bool) -> None:
-    """A reboot swaps the nodes of two devices; the kubelet starts the pod by its old answer: no two pods share one."""
+    """A reboot swaps the device nodes of two devices; no two pods share a device.
+
+    The kubelet starts the pod with the AllocateResponse from before the reboot.
+    """
     tty = [tmp_path / f"ttyX{n}" for n in range(2)]
     for n, path in enumerate(tty):
         put(path, 10 + n)

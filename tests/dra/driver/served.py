@@ -1,4 +1,4 @@
-"""A driver over a ledger and claims that a test makes, without agent and kubelet."""
+"""A driver with a ledger and with claims that a test makes, without an agent and a kubelet."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ T0 = 1_700_000_000.0
 
 
 def result(device: str, request: str = "fpga", **more: Any) -> dict[str, Any]:
-    """Return one allocated device; one with a share ID has one share of its device."""
+    """Return the allocation result of one device; with a share ID, it is one share of the device."""
     if "shareID" in more:
         more = {"consumedCapacity": {f"{D}/shares": "1"}, **more}
     return {"request": request, "driver": D, "pool": NODE, "device": device, **more}
@@ -69,7 +69,7 @@ def ref(uid: str, name: str = "") -> ClaimRef:
 
 @dataclass
 class FakeClaims(ClusterClaims):
-    """The API server as far as a driver sees it."""
+    """The claims of the API server, as the driver reads and writes them."""
 
     claims: dict[str, dict[str, Any]] = field(default_factory=dict)
     statuses: list[Any] = field(default_factory=list)
@@ -114,7 +114,7 @@ class Plain(DeviceSource):
 
 @dataclass
 class ServedDriver:
-    """A driver with all around it."""
+    """A driver, and the ledger, claims, inventory and CDI directory that it works with."""
 
     driver: Driver
     async_ledger: AsyncLedger
@@ -135,7 +135,7 @@ class ServedDriver:
         return answer
 
     async def give(self, uid: str, device: str) -> None:
-        """Have a claim to a device prepared."""
+        """Add a claim to which this device is allocated, and prepare it."""
         self.claims.add(claim(uid, result(device)))
         await self.prepared(uid)
 
@@ -163,11 +163,11 @@ class ServedDriver:
 
     @property
     def own(self) -> dict[str, ClaimFile]:
-        """The claims' own files by UID."""
+        """The agent's own file of each claim, by UID."""
         return {file.uid: file for file in claim_files.read_all(own_directory(str(self.cdi)))}
 
     def edits(self, *ids: str) -> list[dict[str, Any]]:
-        """Return what containers with these CDI ids get."""
+        """Return the container edits of these CDI ids."""
         known: dict[str, dict[str, Any]] = {}
         for name in self.files:
             spec = json.loads((self.cdi / name).read_bytes())
@@ -175,7 +175,7 @@ class ServedDriver:
         return [known[name] for name in ids]
 
     async def end(self) -> None:
-        """End as if the agent had been killed, also one that was started again."""
+        """End as if the agent had been killed; a driver that `again` returned ends, too."""
         if self.successor is not None:
             await self.successor.end()
         await self.driver.close()

@@ -1,4 +1,4 @@
-"""CDI specs: what is in them, which version they claim, and how they get into place."""
+"""CDI specs: their content, their version, and how their files are written."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ UID = "0f9c1e2a-7c1d-4a55-9d7e-0a1b2c3d4e5f"
 
 
 def test_a_spec_has_what_the_plugin_door_would_give() -> None:
-    """Variables, nodes with their permissions, mounts as the runtime mounts those of the plugin side."""
+    """A spec has the same variables, nodes with permissions, and mounts as the device plugin gives."""
     edits = ContainerEdits(
         env={"FPGA": "0"}, nodes=["/dev/null"], mounts=[Mount("/opt", "/opt/fpga", readonly=False), Mount("/a", "/b")]
     )
@@ -55,12 +55,15 @@ def test_a_spec_has_what_the_plugin_door_would_give() -> None:
     ],
 )
 def test_the_version_is_as_low_as_the_content_allows(name: str, nodes: list[DeviceNode | str], version: str) -> None:
-    """A runtime refuses a spec of a version that it does not know, and one that claims too low a one."""
+    """The spec's version is the lowest that has its features; runtimes refuse a version too new or too low."""
     assert claim_files.build(DRIVER, {name: ContainerEdits(nodes=nodes)})["cdiVersion"] == version
 
 
 def test_a_symbolic_link_is_resolved_and_stays_the_containers_name(tmp_path: Path) -> None:
-    """Runtimes refuse links (containerd#12060); the container keeps the udev name."""
+    """A link to a node is resolved for `hostPath`, and `path` keeps the link's name.
+
+    Runtimes refuse links (containerd#12060).
+    """
     link = tmp_path / "by-id"
     link.symlink_to("/dev/zero")
     spec = claim_files.build(DRIVER, {"a": ContainerEdits(nodes=[DeviceNode(str(link), permissions="mr")])})
@@ -73,7 +76,7 @@ def test_a_symbolic_link_is_resolved_and_stays_the_containers_name(tmp_path: Pat
 def test_a_node_has_the_numbers_of_when_it_was_prepared(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, directory: bool
 ) -> None:
-    """A container that starts again gets the same device, also if another one has its path by then."""
+    """A spec has the node's type and numbers, so a restarted container gets the same device."""
     host = tmp_path / "disk"
     host.touch()
     original = os.stat
@@ -91,7 +94,7 @@ def test_a_node_has_the_numbers_of_when_it_was_prepared(
 
 
 def test_a_directory_stands_for_the_nodes_in_it(tmp_path: Path) -> None:
-    """As it does on the plugin side."""
+    """A directory becomes the nodes in it, at their paths below the container's directory; other files are left out."""
     (tmp_path / "sub").mkdir()
     os.mkfifo(tmp_path / "sub" / "pipe")
     (tmp_path / "file").write_text("")
@@ -117,26 +120,29 @@ def test_a_directory_stands_for_the_nodes_in_it(tmp_path: Path) -> None:
     ],
 )
 def test_what_a_runtime_would_refuse_is_refused_with_a_reason(devices: dict[str, ContainerEdits], message: str) -> None:
-    """One bad file would take all devices of its vendor out of use."""
+    """Edits of which a CDI runtime would refuse the file are an error with a reason.
+
+    One bad file would take all devices of its vendor out of use.
+    """
     with pytest.raises(CdiError, match=message):
         claim_files.build(DRIVER, devices)
 
 
 def test_text_that_is_not_unicode_is_refused() -> None:
-    """JSON has no way to say it."""
+    """A variable whose text is not valid Unicode is an error, because JSON cannot encode it."""
     with pytest.raises(CdiError, match="JSON"):
         claim_files.encode(claim_files.build(DRIVER, {"a": ContainerEdits(env={"A": "\udc80"})}))
 
 
 def test_a_driver_that_begins_with_a_digit_is_a_vendor_all_the_same() -> None:
-    """A DNS name may, a CDI vendor may not."""
+    """A driver's name that begins with a digit gets the prefix `dra.` as a CDI vendor; a name with spaces fails."""
     assert cdi.qualified("3dfx.example.com", "a") == "dra.3dfx.example.com/claim=a"
     with pytest.raises(CdiError):
         cdi.vendor_of("no spaces please")
 
 
 def test_a_file_appears_whole_and_is_written_only_when_it_differs(tmp_path: Path) -> None:
-    """Also where its directory does not exist yet."""
+    """The first write makes the directory and the file; a second write of the same data changes nothing."""
     store = CdiStore(DRIVER, str(tmp_path / "run" / "cdi"))
     data = claim_files.encode(claim_files.build(DRIVER, {"claim_x_r": ContainerEdits(env={"A": "1"})}))
     assert store.list() == frozenset()
@@ -153,7 +159,7 @@ def test_a_file_appears_whole_and_is_written_only_when_it_differs(tmp_path: Path
 
 
 def test_other_drivers_files_and_strange_names_are_left_alone(tmp_path: Path) -> None:
-    """The directory belongs to everybody; only own drafts are tidied away."""
+    """A list of the files has no files of other drivers or with strange names, and removes only own drafts."""
     names = ["nvidia.com-gpu.json", "fpga.example.com-claim_..json", "other.example.com-claim_x.json"]
     for name in (*names, f".fpga.example.com-claim_{UID}.4711"):
         (tmp_path / name).write_text("not JSON")
@@ -163,7 +169,7 @@ def test_other_drivers_files_and_strange_names_are_left_alone(tmp_path: Path) ->
 
 
 def test_a_file_that_is_being_written_is_no_leftover(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files are listed from time to time while claims are prepared."""
+    """A draft that is being written stays while files are listed; a former agent's draft is removed."""
     store, rename = CdiStore(DRIVER, str(tmp_path)), os.rename
 
     def meanwhile(draft: str, path: str) -> None:
@@ -204,13 +210,13 @@ def test_a_link_in_the_place_of_a_draft_is_not_followed(tmp_path: Path, monkeypa
 
 @pytest.mark.parametrize("uid", ["", "../x", "a/b", ".", "a" * 65, "a\0b", "-a"])
 def test_a_uid_never_leads_out_of_the_directory(tmp_path: Path, uid: str) -> None:
-    """It comes from the kubelet, but nobody has to believe it."""
+    """A UID with a slash, dots, NUL, or of a wrong length is an error: no path leads out of the directory."""
     with pytest.raises(CdiError):
         CdiStore(DRIVER, str(tmp_path)).path(uid)
 
 
 def test_a_directory_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
-    """It says the path and the reason, and leaves no draft behind."""
+    """A directory that cannot be written, or one in place of a file, is an error; no draft is left."""
     (tmp_path / "file").write_text("")
     store = CdiStore(DRIVER, str(tmp_path / "file"))
     with pytest.raises(CdiError, match="cannot write"):
@@ -238,7 +244,7 @@ names = st.text(min_size=1, max_size=5)
 def test_any_edits_become_a_valid_spec_or_an_error(
     name: str, env: dict[str, str], nodes: list[str], paths: list[tuple[str, str]]
 ) -> None:
-    """By the rules of the CDI library: names, non-empty edits, NAME=value, permissions, absolute paths."""
+    """Any edits become a spec with a valid name, variables, permissions and absolute paths, or an error."""
     edits = ContainerEdits(env, nodes, [Mount(f"/{host}", f"/{inside}") for host, inside in paths])
     try:
         spec = json.loads(claim_files.encode(claim_files.build(DRIVER, {name: edits})))

@@ -1,4 +1,4 @@
-"""What a claim is granted of a device, and how its file says it."""
+"""Which part of a device a claim is granted, and how the claim's file records it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ D = "fpga.example.com"
 
 
 class Shared(DeviceSource):
-    """Devices for four holders at once, but `two` for two."""
+    """A source whose devices have four shares, but `two` has two."""
 
     resource = R
     driver = D
@@ -60,12 +60,12 @@ def granted(device: Device, *, admin: bool = False, parameters: str = "", **resu
     ],
 )
 def test_the_part_of_a_shared_device(device: str, consumed: Any, part: str) -> None:
-    """The claim's shares of those that there are when it is granted; what is not understood is not known."""
+    """The part is the claim's shares by the device's shares; it is unknown for a consumed capacity without shares."""
     assert granted(Device(device), shareID="s", consumedCapacity=consumed).amount == Amount(part)
 
 
 def test_a_device_that_is_not_shared_is_had_whole() -> None:
-    """Also of a source with replicas, where the API server cannot share."""
+    """A result without a share ID is the whole device, also of a source with shares."""
     one = granted(Device("d"))
     assert (one.resource, one.device, one.share, one.admin, one.amount) == (R, "d", "", False, Amount("1"))
     assert one.identity == seen_as("b", "char:240:0", "uuid:1")
@@ -73,7 +73,7 @@ def test_a_device_that_is_not_shared_is_had_whole() -> None:
 
 
 def test_a_partition_takes_counters() -> None:
-    """As the device consumes them; administrative access takes nothing."""
+    """A claim takes the counters that its device consumes; with adminAccess it takes nothing."""
     device = Device("d", consumes={"gpu": {"memory": "5Gi", "engines": 2}, "bus": {"lanes": 4}})
     takes = (("bus", "lanes", "4"), ("gpu", "engines", "2"), ("gpu", "memory", "5Gi"))
     assert granted(device).amount == Amount("1", takes)
@@ -82,7 +82,7 @@ def test_a_partition_takes_counters() -> None:
 
 
 def test_parameters_are_compared_as_text() -> None:
-    """The same ones have the same text, whatever the order of their fields; only those of a hook `prepare` count."""
+    """Equal parameters have the same text whatever the order of their fields; without a hook `prepare` it is empty."""
 
     class Tuned(Shared):
         def prepare(self, devices: Sequence[Device], config: Any) -> None: ...
@@ -94,7 +94,7 @@ def test_parameters_are_compared_as_text() -> None:
 
 
 def test_a_file_says_all_that_a_record_does() -> None:
-    """A device without tokens is known to be of this boot all the same."""
+    """A claim's file has all of the claim's record; a device without an identity gets the boot as its identity."""
     full = granted(Device("d", consumes={"gpu": {"memory": "5Gi"}}), parameters='{"a":1}')
     plain = ClaimDevice(R, "e", "s", admin=True, amount=Amount("0"))
     claim = Claim(D, "1", "ml", "train", (full, plain), None, 1.0, pods=frozenset({"p"}))

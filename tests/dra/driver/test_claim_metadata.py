@@ -1,4 +1,4 @@
-"""Files that tell the containers of a claim what its devices are (KEP-5304)."""
+"""Metadata files, which describe a claim's devices to its containers (KEP-5304)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SAYS = {
 
 
 class Described(Plain):
-    """Its devices have files."""
+    """A source whose devices have metadata files."""
 
     metadata = True
     replicas = 1
@@ -49,7 +49,7 @@ async def here(tmp_path: Path) -> AsyncIterator[ServedDriver]:
 
 
 def mounts(here: ServedDriver, *cdi_ids: str) -> dict[str, Path]:
-    """Return the mounts of these CDI devices: the path on the host by that in the container."""
+    """Return the mounts of these CDI devices: the path on the host, by the path in the container."""
     found = [mount for edits in here.edits(*cdi_ids) for mount in edits.get("mounts", ())]
     assert all("ro" in mount["options"] for mount in found)
     return {mount["containerPath"]: Path(mount["hostPath"]) for mount in found}
@@ -64,7 +64,10 @@ def metadata_files(here: ServedDriver) -> list[str]:
 
 
 async def test_a_file_of_each_request_says_in_each_version_what_its_devices_are(here: ServedDriver) -> None:
-    """As Kubernetes' own helper writes it, at the path that a program finds from the pod's spec."""
+    """Each request has a metadata file with its devices, in each version, below the name of the claim in the pod.
+
+    Format and path are those of Kubernetes' own helper.
+    """
     both = claim("1", result("card0", "first/big"), result("card1", "second"))
     both["metadata"]["annotations"] = {"resource.kubernetes.io/pod-claim-name": "cards"}
     here.claims.add(both)
@@ -94,7 +97,7 @@ async def test_a_file_of_each_request_says_in_each_version_what_its_devices_are(
 
 
 async def test_a_claim_that_a_pod_names_is_found_by_its_name(here: ServedDriver) -> None:
-    """It has no name of its own in the pod."""
+    """The file of a claim that a pod names directly is at a path with the claim's name."""
     await here.give("1", "card0")
     (answer,) = (await here.prepared("1")).devices
     (inside,) = mounts(here, *answer.cdi_ids)
@@ -102,7 +105,7 @@ async def test_a_claim_that_a_pod_names_is_found_by_its_name(here: ServedDriver)
 
 
 async def test_nobody_gets_files_that_did_not_ask(tmp_path: Path) -> None:
-    """A resource asks for them by its setting."""
+    """A source without the setting `metadata` gets no metadata files."""
     here = await served_driver(tmp_path, devices=[CARD])
     await here.give("1", "card0")
     assert not metadata_files(here)
@@ -111,7 +114,7 @@ async def test_nobody_gets_files_that_did_not_ask(tmp_path: Path) -> None:
 
 
 async def test_files_go_with_the_claim(here: ServedDriver) -> None:
-    """Of this claim alone, also what a crash left of a draft."""
+    """Unprepare removes the metadata files and drafts of its claim only."""
     await here.give("1", "card0")
     await here.give("11", "card1")
     (file,) = (name for name in metadata_files(here) if f"_{'1'}_" in name)
@@ -123,7 +126,7 @@ async def test_files_go_with_the_claim(here: ServedDriver) -> None:
 
 
 async def test_files_of_a_claim_that_nobody_knows_are_removed(here: ServedDriver) -> None:
-    """An agent was killed after it had written them."""
+    """The metadata file of an unknown claim is found, and an Unprepare of that claim removes it."""
     await here.give("1", "card0")
     (name,) = metadata_files(here)
     orphan = here.cdi / "deviceplugin" / name.replace("_1_", "_2_")
@@ -135,7 +138,7 @@ async def test_files_of_a_claim_that_nobody_knows_are_removed(here: ServedDriver
 
 
 async def test_files_that_are_lost_are_written_again(here: ServedDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With what they said when the claim was prepared, after a restart of the agent as well."""
+    """A lost metadata file is written again with its former content, also after a restart of the agent."""
     monkeypatch.setattr("dra_bridge.driver.claim_files.CHECK", 0.01)
     await here.give("1", "card0")
     (name,) = metadata_files(here)
@@ -150,7 +153,7 @@ async def test_files_that_are_lost_are_written_again(here: ServedDriver, monkeyp
 
 
 async def test_a_prepare_that_fails_leaves_no_file(tmp_path: Path) -> None:
-    """Neither where a hook fails nor where the file cannot be written."""
+    """A Prepare that fails, in a hook or as the metadata file cannot be written, leaves no file after Unprepare."""
 
     class Failing(Described):
         fails = True

@@ -1,4 +1,4 @@
-"""The claims' side: what a claim gets, its errors, and that nothing is left behind."""
+"""The DRA driver: what a prepared claim gets, the errors of a claim, and that nothing is left behind."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ async def hooked(serve: Serve, source: Hooked) -> ServedDriver:
 
 
 async def test_a_claim_gets_its_device_and_is_recorded(here: ServedDriver) -> None:
-    """The answer names request, pool, device and a CDI device with the edits of the plugin side."""
+    """The answer names request, pool, device and a CDI device; its edits are those that a pod gets from the plugin."""
     here.claims.add(claim("1", result("d0")))
     answer = await here.prepared("1")
     (device,) = answer.devices
@@ -128,7 +128,7 @@ async def test_a_claim_gets_its_device_and_is_recorded(here: ServedDriver) -> No
 
 
 async def test_prepare_again_answers_the_same(here: ServedDriver) -> None:
-    """The kubelet asks again if it lost the answer; the claim is read, and the devices are not set up again."""
+    """A repeated Prepare reads the claim, gives the same answer, and writes only the missing file."""
     here.claims.add(claim("1", result("d0", "fpga/big", shareID="s")))
     first = await here.prepared("1")
     os.remove(here.cdi / here.files[0])
@@ -138,7 +138,7 @@ async def test_prepare_again_answers_the_same(here: ServedDriver) -> None:
 
 
 async def test_a_claim_that_cannot_be_read_is_not_answered_from_the_record(here: ServedDriver) -> None:
-    """It may be allocated elsewhere by now; the kubelet, which reads it first itself, tries again."""
+    """While the API server is away, a repeated Prepare fails, because the claim's allocation may have changed."""
     here.claims.add(claim("1", result("d0")))
     first = await here.prepared("1")
     here.claims.broken = ConnectionError("the API server is away")
@@ -150,7 +150,7 @@ async def test_a_claim_that_cannot_be_read_is_not_answered_from_the_record(here:
 
 
 async def test_each_request_has_a_cdi_device_of_its_own(here: ServedDriver) -> None:
-    """A container gets the devices of its own requests only; several devices of one share one."""
+    """A container gets the devices of its own requests only; all devices of a request are in one CDI device."""
     here.claims.add(claim("1", result("d0", "left"), result("d1", "left"), result("d2", "right")))
     answer = await here.prepared("1")
     left, second, right = answer.devices
@@ -160,7 +160,7 @@ async def test_each_request_has_a_cdi_device_of_its_own(here: ServedDriver) -> N
 
 
 async def test_subrequests_are_stripped_and_shares_named(here: ServedDriver) -> None:
-    """firstAvailable and consumable capacity."""
+    """The answer names the request without its `firstAvailable` subrequest, and the share of a shared device."""
     share = "a671734a-e8e5-11e4-8fde-42010af09327"
     here.claims.add(claim("1", result("d0", "fpga/big", shareID=share)), claim("2", result("d0", shareID="other")))
     (device,) = (await here.prepared("1")).devices
@@ -170,7 +170,7 @@ async def test_subrequests_are_stripped_and_shares_named(here: ServedDriver) -> 
 
 
 async def test_administrative_access_holds_nothing(here: ServedDriver) -> None:
-    """Also on a device of the plugin's side."""
+    """A claim with adminAccess to a device on the plugin's side gets its edits and holds no device."""
     await here.async_ledger.do(adopt(R, ["p"], Side.PLUGIN, T0))
     here.inventory.publish([*here.inventory.snapshot.devices.values(), Device("p", nodes=["/dev/zero"])])
     here.claims.add(claim("1", result("p", adminAccess=True)))
@@ -181,7 +181,7 @@ async def test_administrative_access_holds_nothing(here: ServedDriver) -> None:
 
 
 async def test_administrative_access_disturbs_nobody(hooked: ServedDriver, source: Hooked) -> None:
-    """It resets nothing under a holder's feet, and reaches broken devices: to inspect them is what it is for."""
+    """A claim with adminAccess resets and unprepares no device, and also gets an unhealthy device."""
     devices = list(hooked.inventory.snapshot.devices.values())
     hooked.inventory.publish([devices[0].with_health(Health.UNHEALTHY, "sick"), *devices[1:]])
     hooked.claims.add(claim("1", result("d0", adminAccess=True), result("d1", adminAccess=True)))
@@ -194,7 +194,7 @@ async def test_administrative_access_disturbs_nobody(hooked: ServedDriver, sourc
 async def test_administrative_access_does_not_undo_what_is_set_up_for_another_claim(
     hooked: ServedDriver, source: Hooked, how: str
 ) -> None:
-    """Neither with its end, nor if it cannot be prepared, nor when it is found to be over."""
+    """An adminAccess claim that ends, fails or is over leaves another claim's device set up."""
     parameters = [opaque({"mode": "other"})]
     hooked.claims.add(claim("1", result("d0")), claim("2", result("d0", adminAccess=True), config=parameters))
     await hooked.prepared("1")
@@ -214,7 +214,7 @@ async def test_administrative_access_does_not_undo_what_is_set_up_for_another_cl
 
 
 async def test_devices_without_edits_need_no_file(serve: Serve) -> None:
-    """CDI refuses empty devices."""
+    """A device without edits has no CDI device and no CDI file, as CDI refuses empty devices."""
     here = await serve(devices=[Device("d0")])
     here.claims.add(claim("1", result("d0")))
     assert (await here.prepared("1")).devices[0].cdi_ids == ()
@@ -222,7 +222,7 @@ async def test_devices_without_edits_need_no_file(serve: Serve) -> None:
 
 
 class Hooked(Plain):
-    """A source with every hook; notes the calls."""
+    """A source with every hook; notes each call. fails: the names of hooks that raise an error."""
 
     config_type = Params
 
@@ -256,7 +256,11 @@ class Hooked(Plain):
 async def test_hooks_run_in_order_with_the_requests_devices_and_parameters(
     hooked: ServedDriver, source: Hooked
 ) -> None:
-    """reset, edits, prepare; at the end unprepare and released."""
+    """Prepare calls reset, edits and prepare; Unprepare calls unprepare and released.
+
+    Each hook gets the devices of the request; `prepare` gets the merged parameters for it, with those of the claim over
+    those of the class.
+    """
     config = [
         opaque({"mode": "fast"}, "other"),
         opaque({"threads": 8}, "fpga"),
@@ -286,7 +290,7 @@ async def test_hooks_run_in_order_with_the_requests_devices_and_parameters(
 
 
 async def test_a_device_that_a_request_has_twice_is_one_device(hooked: ServedDriver, source: Hooked) -> None:
-    """Two shares of one device: hooks see it once, the answer names both shares."""
+    """A request has two shares of one device: each hook gets the device once, the answer names both shares."""
     hooked.claims.add(claim("1", result("d0", shareID="x"), result("d0", shareID="y")))
     prepared = await hooked.prepared("1")
     assert [device.share for device in prepared.devices] == ["x", "y"]
@@ -294,7 +298,7 @@ async def test_a_device_that_a_request_has_twice_is_one_device(hooked: ServedDri
 
 
 async def test_a_device_that_another_claim_shares_is_not_reset(hooked: ServedDriver, source: Hooked) -> None:
-    """Nor released with the first of the two."""
+    """A device that two claims share is reset for the first claim only, and released when the second claim ends."""
     hooked.claims.add(claim("1", result("d0", shareID="x")), claim("2", result("d0", shareID="y")))
     await hooked.prepared("1")
     await hooked.prepared("2")
@@ -309,7 +313,7 @@ async def test_a_device_that_another_claim_shares_is_not_reset(hooked: ServedDri
 async def test_a_shared_device_is_unprepared_when_its_last_claim_ends(
     hooked: ServedDriver, source: Hooked, how: str
 ) -> None:
-    """What is set up is that of all its claims, and what one of them has alone is undone with it."""
+    """A shared device stays set up until its last claim ends; a claim's other device is unprepared with that claim."""
     hooked.claims.add(claim("1", result("d0", shareID="x"), result("d1", "own")), claim("2", result("d0", shareID="y")))
     await hooked.prepared("1")
     if how == "one fails":
@@ -333,7 +337,10 @@ async def test_a_shared_device_is_unprepared_when_its_last_claim_ends(
 
 @pytest.mark.parametrize("sharer", ["another claim", "the same claim"])
 async def test_a_device_is_not_shared_with_other_parameters(hooked: ServedDriver, source: Hooked, sharer: str) -> None:
-    """The error names the claim that has it; with the same ones, and after that claim, it is set up."""
+    """Other parameters for a shared device are refused, and the error names the claim that has it.
+
+    With the same parameters, or after that claim has ended, the device is set up.
+    """
 
     def sharing(uid: str, **parameters: Any) -> dict[str, Any]:
         return claim(uid, result("d0", shareID=uid), config=[opaque(parameters)])
@@ -359,7 +366,7 @@ async def test_a_device_is_not_shared_with_other_parameters(hooked: ServedDriver
 
 
 async def test_of_two_claims_at_once_with_other_parameters_one_gets_the_shared_device(hooked: ServedDriver) -> None:
-    """The other one is refused, whichever it is."""
+    """Two claims with different parameters share a device and are prepared at once: one of them is refused."""
     for uid in "12":
         hooked.claims.add(claim(uid, result("d0", shareID=uid), config=[opaque({"threads": int(uid)})]))
     answers = await hooked.prepare("1", "2")
@@ -367,7 +374,7 @@ async def test_of_two_claims_at_once_with_other_parameters_one_gets_the_shared_d
 
 
 async def test_parameters_that_set_nothing_up_are_each_claims_own(serve: Serve) -> None:
-    """A source without `prepare` may be given them for nothing."""
+    """Without a hook `prepare`, two claims with different parameters may share a device."""
 
     class Reading(Plain):
         config_type = Params
@@ -380,7 +387,7 @@ async def test_parameters_that_set_nothing_up_are_each_claims_own(serve: Serve) 
 
 @pytest.mark.parametrize("hook", ["reset", "prepare", "unprepare"])
 async def test_a_hook_that_works_on_after_its_timeout_has_the_device_to_itself(serve: Serve, hook: str) -> None:
-    """Whoever asks is refused by the names of device and hook until it has ended: the same claim, and others."""
+    """A hook runs on after its timeout: until it ends, calls for its device are refused, and no other hook runs."""
     over = threading.Event()
     working: list[str] = []
 
@@ -432,7 +439,10 @@ async def test_a_hook_that_works_on_after_its_timeout_has_the_device_to_itself(s
 async def test_a_hook_that_fails_costs_its_claim_only_and_is_undone(
     hooked: ServedDriver, source: Hooked, hook: str
 ) -> None:
-    """The message is the author's; the next try starts clean."""
+    """The claim's error has the hook's message, the devices are unprepared, and the next Prepare succeeds.
+
+    After an `unprepare` that fails, the claim keeps its device until the next Unprepare.
+    """
     hooked.claims.add(claim("1", result("d0")))
     source.fails.add(hook)
     assert f"{hook} is out of order" in await hooked.refused("1")
@@ -460,7 +470,7 @@ async def test_a_hook_that_fails_costs_its_claim_only_and_is_undone(
     ],
 )
 async def test_a_claim_that_is_not_the_one_meant_is_refused(here: ServedDriver, change: Any, message: str) -> None:
-    """Each with the reason that a user reads in the pod's events."""
+    """A claim that was recreated, deallocated or cannot be parsed is refused with a reason for the pod's events."""
     here.claims.add({**claim("1", result("d0")), **change} if "metadata" not in change else claim("1"))
     here.claims.claims["claim-1"].update(change)
     assert message in await here.refused("1")
@@ -476,7 +486,7 @@ async def test_a_claim_that_is_not_the_one_meant_is_refused(here: ServedDriver, 
     ],
 )
 async def test_a_device_that_cannot_be_had_is_named(here: ServedDriver, what: dict[str, Any], message: str) -> None:
-    """Missing, foreign, elsewhere or broken."""
+    """An unknown device, or one of another driver, another pool or with bad health, is refused by its name."""
     sick = Device("sick", health=Health.UNHEALTHY, message="it smokes")
     here.inventory.publish([*here.inventory.snapshot.devices.values(), sick])
     here.claims.add(claim("1", what))
@@ -484,7 +494,7 @@ async def test_a_device_that_cannot_be_had_is_named(here: ServedDriver, what: di
 
 
 async def test_an_unhealthy_device_is_given_to_who_tolerates_it(here: ServedDriver) -> None:
-    """As the scheduler has it; a device that is gone is given to nobody."""
+    """A claim that tolerates `unhealthy` gets an unhealthy device; a device that is gone is refused."""
     devices = list(here.inventory.snapshot.devices.values())
     here.inventory.publish([*devices[1:], devices[0].with_health(Health.UNHEALTHY, "sick")])
     tolerated = result("d0", tolerations=[{"key": f"{D}/unhealthy", "operator": "Exists"}])
@@ -496,7 +506,10 @@ async def test_an_unhealthy_device_is_given_to_who_tolerates_it(here: ServedDriv
 
 
 async def test_missing_unreserved_and_unreachable_claims_are_told_apart(here: ServedDriver) -> None:
-    """A late Prepare for a claim that nobody uses any more is refused (nvidia k8s-dra-driver-gpu#1162)."""
+    """A claim that does not exist, is not reserved or cannot be read is refused, each with a reason of its own.
+
+    A late Prepare of a claim that is no longer reserved must fail (nvidia k8s-dra-driver-gpu#1162).
+    """
     assert "does not exist" in await here.refused("1")
     here.claims.add(claim("1", result("d0")))
     here.claims.claims["claim-1"]["status"]["reservedFor"] = []
@@ -519,7 +532,7 @@ async def test_missing_unreserved_and_unreachable_claims_are_told_apart(here: Se
 async def test_wrong_parameters_name_the_field_and_the_request(
     hooked: ServedDriver, parameters: Any, message: str
 ) -> None:
-    """In the pod's event a user reads which field of which request is wrong."""
+    """The error names the request and the wrong field of the claim's parameters."""
     hooked.claims.add(claim("1", result("d0", "fpga/big"), config=[opaque(parameters, "fpga")]))
     text = await hooked.refused("1")
     assert message in text
@@ -538,7 +551,7 @@ async def test_wrong_parameters_name_the_field_and_the_request(
     ],
 )
 def test_wrong_parameters_are_told_to_who_wrote_them(of_class: Any, of_claim: Any, said: str) -> None:
-    """Those of the class are an administrator's to mend, whatever the claim adds."""
+    """The error says whether the wrong parameters are the class's (an administrator wrote them) or the claim's."""
     pieces = [
         ClaimConfig(source, [], Opaque(D, parameters))
         for source, parameters in (("FromClass", of_class), ("FromClaim", of_claim))
@@ -548,7 +561,7 @@ def test_wrong_parameters_are_told_to_who_wrote_them(of_class: Any, of_claim: An
 
 
 def test_parameters_of_a_subrequest_are_for_it_alone() -> None:
-    """Those of the whole request are for each of its alternatives."""
+    """Parameters for a subrequest apply to it alone; parameters for the whole request apply to each alternative."""
     pieces = [
         ClaimConfig("FromClaim", [request], Opaque(D, parameters))
         for request, parameters in (("fpga/big", {"threads": 8}), ("fpga", {"mode": "fast"}), ("other", {"mode": 1}))
@@ -558,13 +571,13 @@ def test_parameters_of_a_subrequest_are_for_it_alone() -> None:
 
 
 async def test_a_driver_without_parameters_refuses_them(here: ServedDriver) -> None:
-    """Silence would let a user believe that they count."""
+    """A claim with parameters is refused if the source accepts none."""
     here.claims.add(claim("1", result("d0"), config=[opaque({"mode": "fast"})]))
     assert "accepts no parameters" in await here.refused("1")
 
 
 async def test_a_failure_that_repeats_is_logged_once(here: ServedDriver, caplog: pytest.LogCaptureFixture) -> None:
-    """The kubelet tries again and again; another reason, and the same one after a success, is another line."""
+    """The same failure of repeated calls is logged as one warning; a failure for another reason is logged again."""
 
     def said() -> int:
         warnings = [one for one in caplog.records if "cannot prepare claim" in one.getMessage()]
@@ -581,13 +594,13 @@ async def test_a_failure_that_repeats_is_logged_once(here: ServedDriver, caplog:
 
 
 def test_parameters_may_carry_a_kind_and_a_version() -> None:
-    """As those of Kubernetes' own objects do."""
+    """`apiVersion` and `kind` in parameters are ignored."""
     pieces = [ClaimConfig("FromClaim", [], Opaque(D, {"apiVersion": "a", "kind": "b", "threads": 2}))]
     assert decoded_config(Params, pieces, "fpga") == Params(threads=2)
 
 
 async def test_a_device_of_the_plugins_side_is_refused_and_pulled(serve: Serve) -> None:
-    """An error for this claim, an event, and the move begins so that another try succeeds."""
+    """A claim to a device on the plugin's side is refused, writes one Event, and begins the device's move to DRA."""
     here = await serve(side=Side.PLUGIN)
     here.claims.add(claim("1", result("d0")))
     assert "device 'd0' of example.com/fpga is moving" in await here.refused("1")
@@ -598,7 +611,7 @@ async def test_a_device_of_the_plugins_side_is_refused_and_pulled(serve: Serve) 
 
 
 async def test_every_claim_of_a_call_is_answered_on_its_own(here: ServedDriver) -> None:
-    """A wrong one beside good ones, in parallel."""
+    """In a call with six claims, three are prepared, and each wrong claim or UID has its own error."""
     here.claims.add(*(claim(str(n), result(f"d{n}")) for n in range(3)), claim("bad", result("nope")))
     answers = await here.prepare("0", "1", "2", "bad", "../etc/passwd", "")
     assert {uid: isinstance(answer, Prepared) for uid, answer in answers.items()} == {
@@ -616,7 +629,7 @@ async def test_every_claim_of_a_call_is_answered_on_its_own(here: ServedDriver) 
 
 
 async def test_a_claim_is_given_up_well_before_the_kubelet_does(serve: Serve) -> None:
-    """The API server hangs: an error, and nothing left."""
+    """While the API server hangs, Prepare fails after its deadline, and no file and no record is left."""
     here = await serve(deadline=0.05)
     here.claims.add(claim("1", result("d0")))
     here.claims.gate = asyncio.Event()
@@ -624,7 +637,7 @@ async def test_a_claim_is_given_up_well_before_the_kubelet_does(serve: Serve) ->
 
 
 async def test_a_call_is_answered_in_time_though_the_undoing_of_a_claim_hangs(serve: Serve) -> None:
-    """The claim gets an error; the others of the call are not delayed, and a try after it succeeds."""
+    """The undo of a failed Prepare hangs: the call is answered in time, and a later try succeeds."""
     go = asyncio.Event()
 
     class Stuck(Hooked):
@@ -649,7 +662,7 @@ async def test_a_call_is_answered_in_time_though_the_undoing_of_a_claim_hangs(se
 
 
 async def test_prepares_of_one_claim_wait_for_each_other_and_of_two_do_not(here: ServedDriver) -> None:
-    """A retry while the first try is still under way waits for it, and finds it done."""
+    """A retry waits for the first try of its claim and gives the same answer; another claim does not wait."""
     here.claims.add(claim("1", result("d0")), claim("2", result("d1")))
     here.claims.gate = asyncio.Event()
     first, retry = (asyncio.create_task(here.prepare("1")) for _ in range(2))
@@ -662,7 +675,10 @@ async def test_prepares_of_one_claim_wait_for_each_other_and_of_two_do_not(here:
 
 
 async def test_an_unprepare_ends_a_prepare_under_way_and_nothing_is_left(serve: Serve) -> None:
-    """nvidia k8s-dra-driver-gpu#1162: the device would never come free."""
+    """An Unprepare cancels a Prepare whose hook runs, and undoes it; else its device would stay held.
+
+    As in nvidia k8s-dra-driver-gpu#1162.
+    """
     begun, go = asyncio.Event(), asyncio.Event()
 
     class Slow(Hooked):
@@ -687,7 +703,7 @@ async def test_an_unprepare_ends_a_prepare_under_way_and_nothing_is_left(serve: 
 
 
 async def test_a_prepare_that_the_end_of_the_driver_ends_is_not_taken_for_an_overtaken_one(here: ServedDriver) -> None:
-    """The reason is that the driver stops."""
+    """A Prepare that ends because the driver closes fails with the reason STOPPED, not OVERTAKEN."""
     here.claims.add(claim("1", result("d0")))
     here.claims.gate = asyncio.Event()
     preparing = asyncio.create_task(here.prepare("1"))
@@ -731,7 +747,10 @@ async def test_an_unprepare_waits_for_a_file_that_is_being_written(
 async def test_a_prepare_waits_for_a_file_that_is_being_removed(
     here: ServedDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An Unprepare that took too long removes nothing of the Prepare that follows."""
+    """An Unprepare that fails at its deadline keeps the claim locked until its file is removed.
+
+    A Prepare after it writes the file again.
+    """
     removing, go, remove = threading.Event(), threading.Event(), claim_files.CdiStore.remove
 
     def slow(store: claim_files.CdiStore, uid: str) -> bool:
@@ -757,7 +776,10 @@ async def test_a_prepare_waits_for_a_file_that_is_being_removed(
 async def test_a_claim_is_not_prepared_while_its_record_goes(
     here: ServedDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The record says that it is prepared: also an Unprepare that takes too long keeps the claim locked."""
+    """While an Unprepare waits for the disk after its deadline, a Prepare of its claim fails.
+
+    Later the record is gone, and a Prepare succeeds.
+    """
     monkeypatch.setattr(looks, "PROMPT", 0.001)
     await here.give("1", "d0")
     here = await here.again(deadline=0.1)
@@ -782,7 +804,7 @@ async def test_a_claim_is_not_prepared_while_its_record_goes(
 
 
 async def test_a_caller_that_goes_away_does_not_stop_the_work(here: ServedDriver) -> None:
-    """The kubelet's next try finds it done."""
+    """A Prepare whose caller is cancelled is done all the same, and a repeated call finds it done."""
     here.claims.add(claim("1", result("d0")))
     here.claims.gate = asyncio.Event()
     call = asyncio.create_task(here.prepare("1"))
@@ -796,7 +818,7 @@ async def test_a_caller_that_goes_away_does_not_stop_the_work(here: ServedDriver
 
 
 async def test_a_cdi_directory_that_cannot_be_written_is_the_claims_error(here: ServedDriver) -> None:
-    """And heals by itself."""
+    """If the CDI directory cannot be written, Prepare fails and leaves no record; afterwards it succeeds."""
     here.cdi.write_text("in the way")
     here.claims.add(claim("1", result("d0")))
     assert "cannot write" in str(await here.refusal("1"))
@@ -809,7 +831,7 @@ async def test_a_cdi_directory_that_cannot_be_written_is_the_claims_error(here: 
 
 
 async def test_a_restart_answers_the_same_and_writes_lost_files_again(here: ServedDriver) -> None:
-    """Killed between prepare and unprepare; /var/run emptied; leftovers of a crash removed."""
+    """After a kill, a lost CDI file is written again, a leftover one is removed, and Prepare gives the same answer."""
     here.claims.add(claim("1", result("d0")))
     first = await here.prepared("1")
     (kept,) = here.files
@@ -823,7 +845,10 @@ async def test_a_restart_answers_the_same_and_writes_lost_files_again(here: Serv
 
 
 async def test_after_a_reboot_devices_are_set_up_again(hooked: ServedDriver, source: Hooked) -> None:
-    """The record is not believed (nvidia k8s-dra-driver-gpu#951), but the device stays held."""
+    """After a reboot a claim still holds its device, and a Prepare sets it up again.
+
+    The record of the last boot does not count as prepared (nvidia k8s-dra-driver-gpu#951).
+    """
     await hooked.give("1", "d0")
     source.calls.clear()
     after = await hooked.again(source, boot="2")
@@ -838,7 +863,10 @@ async def test_after_a_reboot_devices_are_set_up_again(hooked: ServedDriver, sou
 async def test_files_that_vanish_are_written_again_at_once(
     here: ServedDriver, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Those of prepared claims alone, also after the whole directory was removed or could not be written."""
+    """Lost CDI files of prepared claims, and only these, are written again.
+
+    Also after the directory was removed, or could not be written for a while.
+    """
     monkeypatch.setattr("dra_bridge.driver.claim_files.CHECK", 0.01)
 
     async def reconciled_until(*uids: str) -> None:
@@ -869,7 +897,10 @@ async def test_files_that_vanish_are_written_again_at_once(
 async def test_claims_that_went_away_while_the_agent_was_down_are_unprepared(
     hooked: ServedDriver, source: Hooked, how: str
 ) -> None:
-    """One recreated under the same name is another claim."""
+    """A claim that is gone, recreated, deallocated or reallocated is unprepared once no pod uses it.
+
+    Not while the API server is away, the kubelet counts it as prepared, or its pod runs or may run.
+    """
     hooked.claims.add(claim("1", result("d0")), claim("2", result("d1")))
     await hooked.prepared("1")
     await hooked.prepared("2")
@@ -887,7 +918,7 @@ async def test_claims_that_went_away_while_the_agent_was_down_are_unprepared(
     hooked.claims.broken = None
     for named, pods in (
         ({"1"}, ENDED),  # the kubelet counts it as prepared, and will unprepare it
-        (set[str](), PodProcesses(frozenset({"pod-uid"}))),  # its finalizer was removed while its pod runs
+        (set[str](), PodProcesses(frozenset({"pod-uid"}))),  # the claim's finalizer was removed while its pod runs
         (set[str](), PodProcesses(None, frozenset({"pod-uid"}))),
         (set[str](), PodProcesses()),  # nobody can say whether its pod runs
     ):
@@ -900,7 +931,10 @@ async def test_claims_that_went_away_while_the_agent_was_down_are_unprepared(
 async def test_a_prepare_that_a_crash_cut_short_can_be_undone_and_done_again(
     hooked: ServedDriver, source: Hooked
 ) -> None:
-    """What the hook did is on record before it runs: its traces do not leak (nvidia k8s-dra-driver-gpu#840)."""
+    """A claim that was reserved durably before a crash can be unprepared, or prepared again.
+
+    Its hooks may have left traces (nvidia k8s-dra-driver-gpu#840).
+    """
     for uid, device in (("1", "d0"), ("2", "d1")):
         hooked.claims.add(claim(uid, result(device)))
         started = Claim(D, uid, "default", f"claim-{uid}", (ClaimDevice(R, device),), None, T0)
@@ -917,7 +951,7 @@ async def test_a_prepare_that_a_crash_cut_short_can_be_undone_and_done_again(
 
 
 async def test_each_claim_has_a_file_of_its_own(hooked: ServedDriver) -> None:
-    """Also one without edits: it says what the claim has, and goes with the CDI file."""
+    """Each claim has an own file with its devices, pods and parameters, also without edits; Unprepare removes it."""
     await hooked.async_ledger.do(adopt(R, ["bare"], Side.DRA, T0))
     hooked.inventory.publish([*hooked.inventory.snapshot.devices.values(), Device("bare")])
     hooked.claims.add(
@@ -959,7 +993,7 @@ async def test_each_claim_has_a_file_of_its_own(hooked: ServedDriver) -> None:
 async def test_a_claims_file_is_there_before_its_answer(
     hooks: bool, serve: Serve, source: Hooked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before it is recorded where hooks set devices up, else after; a Prepare whose file cannot be written fails."""
+    """With hooks, the claim's file is written before the record, else after it; without a file, Prepare fails."""
     here = await serve(source if hooks else None)
     seen: list[list[str]] = []
     prepare = operations.prepare
@@ -987,7 +1021,7 @@ class Relisted(RegisterHost):
         self.now: Sequence[str] = ()
 
     async def reread(self, *, checkpoint: bool = True) -> None:
-        """Have the device listed as it is now: its own identity, then what sysfs shows behind it."""
+        """List the device with its identity of now, and with what sysfs shows behind it."""
         device, tokens = Device("d0", identity=self.now[0]), frozenset(self.now)
         self.services[R].inventory.publish([device], {"d0": tokens})
 
@@ -1000,7 +1034,7 @@ class Relisted(RegisterHost):
 async def test_a_claim_is_refused_a_device_that_becomes_another_while_it_is_prepared(
     tmp_path: Path, first: Sequence[str], now: Sequence[str]
 ) -> None:
-    """What was read of it before is not what it would be given; the next try gets what the device is then."""
+    """A device becomes another one during Prepare: the claim is refused, and the next try gets the new device."""
     inventory, ledger = Inventory(R), await AsyncLedger.open(str(tmp_path / "ledger.db"))
     host, api = Relisted(inventory), FakeClaims()
     host.now = first
@@ -1020,7 +1054,10 @@ async def test_a_claim_is_refused_a_device_that_becomes_another_while_it_is_prep
 
 
 async def test_a_claims_file_has_what_is_learned_later(here: ServedDriver) -> None:
-    """Pods that share the claim; a claim that has ended gets no file again."""
+    """Pods that come to share the claim are added to its file.
+
+    A removed file is not written by that, but by a reconcile.
+    """
     await here.give("1", "d0")
     await here.async_ledger.do(operations.describe(D, "1", "", "", ["second"]))
     await here.driver.files.describe("1")
@@ -1036,7 +1073,10 @@ async def test_a_claims_file_has_what_is_learned_later(here: ServedDriver) -> No
 async def test_an_own_file_that_vanishes_is_written_again_at_once(
     here: ServedDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also of a claim without edits, and of one that holds its devices only while processes run."""
+    """An own file that is removed is written again at once.
+
+    Also the file of a claim without edits, and of a claim that was reopened.
+    """
     monkeypatch.setattr("dra_bridge.driver.claim_files.CHECK", 0.01)
     await here.async_ledger.do(adopt(R, ["bare"], Side.DRA, T0))
     here.inventory.publish([*here.inventory.snapshot.devices.values(), Device("bare")])
@@ -1055,7 +1095,7 @@ async def test_an_own_file_that_vanishes_is_written_again_at_once(
 
 
 async def lost(here: ServedDriver, *prepared: PreparedClaim) -> ServedDriver:
-    """Return the driver after the ledger was lost and rebuilt from evidence. prepared: by the claim state."""
+    """Return the driver after the ledger was lost and rebuilt from evidence. prepared: claims in the claim state."""
     await here.async_ledger.close()
     os.remove(here.path)
     after = await here.again()
@@ -1065,7 +1105,7 @@ async def lost(here: ServedDriver, *prepared: PreparedClaim) -> ServedDriver:
 
 
 class Halves(Plain):
-    """Each device is for two."""
+    """A source whose devices have two shares each."""
 
     replicas = 2
 
@@ -1074,7 +1114,10 @@ SHARE: dict[str, Any] = {"shareID": "s", "consumedCapacity": {"shares": "1"}}
 
 
 async def test_a_claim_whose_file_is_lost_shares_with_nobody(serve: Serve) -> None:
-    """Its CDI file does not say how much of the device it has."""
+    """With ledger and own file lost, a claim with a share of a device keeps the whole device.
+
+    Its CDI file does not say which part of the device it has, so another claim is refused.
+    """
     here = await serve(Halves())
     here.claims.add(claim("1", result("d0", **SHARE)), claim("2", result("d0", **{**SHARE, "shareID": "t"})))
     await here.prepared("1")
@@ -1085,7 +1128,7 @@ async def test_a_claim_whose_file_is_lost_shares_with_nobody(serve: Serve) -> No
 
 
 async def test_pods_of_file_and_claim_state_count(here: ServedDriver) -> None:
-    """Either may know one that the other has not."""
+    """A claim's pods are those in its own file and those in the kubelet's claim state."""
     await here.give("1", "d0")
     second = dataclasses.replace(in_claim_state((NODE, "d0", "")), pod_uids=frozenset({"second"}))
     (found,) = here.driver.claim_evidence([second], R)
@@ -1093,7 +1136,10 @@ async def test_pods_of_file_and_claim_state_count(here: ServedDriver) -> None:
 
 
 async def test_a_damaged_file_says_nothing_where_no_other_does(here: ServedDriver) -> None:
-    """The CDI file or the claim state tell the devices; without them they are not known, unless the ledger knows."""
+    """A claim whose own file is damaged has the devices of its CDI file or of the claim state.
+
+    If neither exists and the ledger does not know the claim, its devices are unknown: an error.
+    """
     await here.give("1", "d0")
     (here.cdi / "deviceplugin" / f"{D}_1.claim").write_bytes(b"{")
     (here.cdi / "deviceplugin" / "other.example.com_1.claim").write_bytes(b"{")
@@ -1108,7 +1154,10 @@ async def test_a_damaged_file_says_nothing_where_no_other_does(here: ServedDrive
 
 
 async def test_a_claim_without_known_pods_runs_until_the_next_boot(here: ServedDriver) -> None:
-    """It is known from its CDI file alone, or was never for a pod."""
+    """A claim whose pods are unknown is over only after a reboot.
+
+    Such as a claim that is known from its CDI file alone. Once its pods are known, it is over when none of them runs.
+    """
     await here.give("1", "d0")
     os.remove(here.cdi / "deviceplugin" / f"{D}_1.claim")
     after = await lost(here)
@@ -1126,7 +1175,7 @@ async def test_a_claim_without_known_pods_runs_until_the_next_boot(here: ServedD
 
 
 async def test_files_of_claims_that_the_kubelet_counts_as_prepared_are_not_swept(here: ServedDriver) -> None:
-    """The ledger may be the one that is wrong."""
+    """Files of a claim that the ledger lacks stay while the kubelet counts it as prepared, and without `sweep`."""
     await here.give("1", "d0")
     (kept,) = here.files
     await here.async_ledger.do(operations.unprepare(D, "1"))
@@ -1139,14 +1188,17 @@ async def test_files_of_claims_that_the_kubelet_counts_as_prepared_are_not_swept
 
 
 def in_claim_state(*devices: tuple[str, str, str], admin: Sequence[str] = ()) -> PreparedClaim:
-    """What the kubelet's claim state has of a claim with these (pool, device, share). admin: of an admin's request."""
+    """Return a claim in the kubelet's claim state. devices: (pool, device, share). admin: devices with adminAccess."""
     pods, cdi_ids = frozenset({"pod-uid"}), frozenset({f"{D}/claim=admin_1_look", f"{D}/claim=claim_1_fpga"})
     requests = frozenset((D, "look" if name in admin else "fpga", name) for _, name, _ in devices)
     return PreparedClaim("1", "default", "claim-1", pods, {D: frozenset(devices)}, {D: cdi_ids}, requests)
 
 
 async def test_the_kubelets_claim_state_is_evidence(here: ServedDriver) -> None:
-    """Of this driver's devices in this pool that the claim holds, with shares, pods and the claim's name."""
+    """From the kubelet's claim state come the devices of this driver and pool, their shares, the pods and the name.
+
+    Devices with adminAccess, of another pool or of another driver do not count.
+    """
     state = in_claim_state((NODE, "d0", ""), (NODE, "d1", "s"), (NODE, "d2", ""), (NODE, "x", ""), admin=["d2"])
     elsewhere = in_claim_state(("other-pool", "d3", ""))
     other = PreparedClaim("2", "default", "c", frozenset(), {"other.example.com": frozenset({(NODE, "d0", "")})})
@@ -1161,7 +1213,7 @@ async def test_the_kubelets_claim_state_is_evidence(here: ServedDriver) -> None:
 
 
 async def test_two_resources_of_one_driver_and_two_drivers_share_a_ledger(here: ServedDriver) -> None:
-    """Names are qualified where one driver serves several resources."""
+    """A driver serves a device d0 of two resources: a claim gets both, by qualified names, in one ledger."""
 
     class Other(Plain):
         resource = "example.com/nic"
@@ -1204,7 +1256,7 @@ async def test_the_claims_status_is_written_in_the_background_if_wanted(here: Se
 
 
 async def test_both_versions_of_the_api_answer_alike(here: ServedDriver, tmp_path: Path) -> None:
-    """v1 has shares, v1beta1 does not; errors are inside the map."""
+    """Both gRPC versions prepare and unprepare alike; v1 also has the share, and each claim has its own error."""
     here.claims.add(claim("1", result("d0", "fpga/big", shareID="s")), claim("2", result("d9")))
     server = grpc.aio.server()
     registrar.add_to_server(here.driver, registrar.HealthService(here.driver, 10.0), server)
@@ -1239,7 +1291,7 @@ def server() -> Iterator[FakeApiServer]:
 
 FOREIGN: dict[str, Any] = {"driver": "other.example.com", "pool": "p", "device": "x", "conditions": []}
 MINE: dict[str, Any] = {"driver": D, "pool": NODE, "device": "d0", "conditions": []}
-"""What drivers write into a claim's status."""
+"""Device entries in a claim's status."""
 
 
 @pytest.fixture
@@ -1268,7 +1320,10 @@ def written(server: FakeApiServer) -> list[Any]:
 async def test_claims_are_read_and_their_status_written_beside_that_of_others(
     server: FakeApiServer, api: ClusterClaims, stored: ClaimRef
 ) -> None:
-    """Entries of other drivers stay; a claim that is another one by now is not touched."""
+    """Writing the claim's status keeps the entries of other drivers.
+
+    A claim with another UID, or without an object, is not written.
+    """
     write(server, FOREIGN)
     found = await api.get_claim("default", "claim-1")
     assert found is not None
@@ -1286,7 +1341,7 @@ async def test_claims_are_read_and_their_status_written_beside_that_of_others(
 async def test_what_another_driver_writes_meanwhile_is_not_lost(
     server: FakeApiServer, api: ClusterClaims, stored: ClaimRef, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between the reading of a claim's status and its writing another driver may have written."""
+    """Another driver writes the claim's status between read and write: the status is read again, both entries stay."""
     get, times = api.get_claim, 0
 
     async def overtaken(namespace: str, name: str) -> Mapping[str, Any] | None:
@@ -1306,7 +1361,7 @@ async def test_what_another_driver_writes_meanwhile_is_not_lost(
 async def test_a_conflict_is_tried_again_and_a_refusal_is_not(
     server: FakeApiServer, api: ClusterClaims, stored: ClaimRef, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A server that does not let us is asked now and then, not for every claim; another driver's right is its own."""
+    """A write with a conflict is repeated; after a refusal of one driver, its writes pause for a while."""
     server.fail(lambda request: request.method == "PATCH", Fault(code=409))
     await api.set_devices(stored, D, [MINE])
     assert written(server) == [MINE]
@@ -1325,7 +1380,7 @@ async def test_a_conflict_is_tried_again_and_a_refusal_is_not(
 async def test_an_api_server_that_is_away_is_the_claims_error(
     here: ServedDriver, server: FakeApiServer, stored: ClaimRef
 ) -> None:
-    """In words, and over as soon as it is back."""
+    """While the API server is away, Prepare fails and names the claim; afterwards it succeeds."""
     async with Cluster.from_server(server.url, deadline=1.0) as cluster:
         node = DriverNode(NODE, Register(store=here.async_ledger), ClusterClaims(cluster, NODE), str(here.cdi))
         driver = Driver(D, node, here.driver.devices.resources)
@@ -1384,7 +1439,10 @@ claims_of_any_kind = mostly(
 def test_any_claim_is_answered_and_an_error_leaves_nothing(
     tmp_path_factory: pytest.TempPathFactory, found: Any, hooked: bool, fails: str
 ) -> None:
-    """Whatever the API server says: an answer, and files, records and answers that agree."""
+    """Whatever claim the API server has: Prepare answers, and files, records and answer agree.
+
+    After an error no file and no record is left, and after Unprepare neither.
+    """
 
     async def run() -> None:
         source = Hooked() if hooked else Plain()
@@ -1415,7 +1473,7 @@ def test_any_claim_is_answered_and_an_error_leaves_nothing(
 @settings(max_examples=30)
 @given(refs=st.lists(st.builds(ClaimRef, st.text(max_size=8), st.text(max_size=8), st.text(max_size=8)), max_size=4))
 def test_any_request_is_answered_in_full(tmp_path_factory: pytest.TempPathFactory, refs: list[ClaimRef]) -> None:
-    """An answer for each UID, whatever it is."""
+    """Prepare and Unprepare answer for each UID of a request, whatever its text."""
 
     async def run() -> None:
         here = await served_driver(tmp_path_factory.mktemp("any"))
@@ -1453,7 +1511,7 @@ class NotYet(DriverHost):
 async def test_why_a_device_is_not_given_yet(
     serve: Serve, *, ready: bool, bypassed: bool, reason: str, text: str
 ) -> None:
-    """Its holder is not known yet, or pods may just be given it past this agent."""
+    """A claim is refused just after the agent's start, and while another plugin has its resource at the kubelet."""
     here = await serve(host=NotYet(ready=ready, bypassed=bypassed))
     here.claims.add(claim("1", result("d0")))
     error = await here.refusal("1")
@@ -1462,7 +1520,7 @@ async def test_why_a_device_is_not_given_yet(
 
 
 class Pods(DriverHost):
-    """The running pods that a driver is given; error: raised in place of an answer."""
+    """A host with these running pods. unlisted: running pods that the kubelet did not list. error: raised by a read."""
 
     def __init__(self, *running: str, unlisted: Sequence[str] = ()) -> None:
         self.now = RunningPods(frozenset(running), dict.fromkeys(unlisted, math.inf))
@@ -1481,7 +1539,11 @@ class Pods(DriverHost):
 async def test_a_claim_whose_pods_processes_run_on_is_answered_as_unprepared_and_held(
     serve: Serve, monkeypatch: pytest.MonkeyPatch, *, unlisted: bool
 ) -> None:
-    """The kubelet kills what is left in a pod's cgroup only after its claims are unprepared."""
+    """While a process of its pod runs, an Unprepare in the end succeeds, but the claim keeps its device.
+
+    The kubelet kills the processes left in a pod's cgroup only after its claims are unprepared. Until then, another
+    claim is refused the device, and a new allocation of the same claim as well.
+    """
     pod = "other" if unlisted else "pod-uid"
     pods = Pods(pod, unlisted=[pod] if unlisted else [])
     here = await serve(host=pods)
@@ -1496,7 +1558,7 @@ async def test_a_claim_whose_pods_processes_run_on_is_answered_as_unprepared_and
     here.claims.add(claim("1", result("d1")))
     assert f"processes of pod {pod} run" in str(await here.refusal("1"))
     assert here.async_ledger.snapshot.claims[D, "1"].held == {(R, "d0")}
-    # A pod that it does not use is none of its pods on disk: the kubelet may have been unable to list any.
+    # Only pods that use the claim are recorded as its pods: the kubelet may have been unable to list any.
     assert here.async_ledger.snapshot.claims[D, "1"].pods == {"pod-uid"}
     del here.claims.claims["claim-1"]
     assert await here.driver.reconciler.reconcile((), PodProcesses(frozenset({pod})), pods.now.unlisted) == {}
@@ -1514,7 +1576,10 @@ def allocated_anew(uid: str, *results: Mapping[str, Any], pod: str = "new") -> d
 
 @pytest.mark.parametrize("unlisted", [False, True])
 async def test_a_prepared_claim_that_is_allocated_anew_is_prepared_anew(serve: Serve, *, unlisted: bool) -> None:
-    """It gets its present devices once no process of the pods runs that have the former ones, which are undone."""
+    """A claim that was allocated another device gets it once no pod with the former device runs.
+
+    Then the former device is unprepared, and another claim can have it.
+    """
     pod = "other" if unlisted else "pod-uid"
     source, pods = Hooked(), Pods(pod, unlisted=[pod] if unlisted else [])
     here = await serve(source, host=pods)
@@ -1530,7 +1595,7 @@ async def test_a_prepared_claim_that_is_allocated_anew_is_prepared_anew(serve: S
     pods.end()
     (device,) = (await here.prepared("1")).devices
     assert device.device == "d1"
-    # A kubelet that was restarted gives the runtime what it was answered before, too.
+    # A restarted kubelet also gives the runtime the CDI ids of the former answer.
     assert "FPGA_1=1" in here.edits(before.cdi_ids[0])[0]["env"]
     assert [call[:2] for call in source.calls if call[0] != "released"] == [
         ("unprepare", ["d0"]),
@@ -1545,7 +1610,7 @@ async def test_a_prepared_claim_that_is_allocated_anew_is_prepared_anew(serve: S
 
 @pytest.mark.parametrize("change", ["device", "request", "share", "one more"])
 async def test_any_difference_of_the_allocation_is_a_new_preparation(here: ServedDriver, change: str) -> None:
-    """Of requests, devices and shares."""
+    """A repeated Prepare with another device, request or share, or one more device, prepares the claim anew."""
     here.claims.add(claim("1", result("d0", shareID="x")))
     await here.prepared("1")
     allocations = {
@@ -1563,7 +1628,7 @@ async def test_any_difference_of_the_allocation_is_a_new_preparation(here: Serve
 
 
 async def test_a_claim_that_is_allocated_anew_waits_for_pods_that_are_not_known(here: ServedDriver) -> None:
-    """Nobody can say whether they run; an Unprepare ends it."""
+    """If the pods with its former device are unknown, Prepare of a new allocation fails, until an Unprepare."""
     made = claim("1", result("d0"))
     made["status"]["reservedFor"] = [{"resource": "jobs", "apiGroup": "batch", "uid": "j"}]
     here.claims.add(made)
@@ -1577,7 +1642,10 @@ async def test_a_claim_that_is_allocated_anew_waits_for_pods_that_are_not_known(
 async def test_after_a_reboot_a_claim_that_is_allocated_anew_waits_for_nobody(
     hooked: ServedDriver, source: Hooked
 ) -> None:
-    """No process runs that had its former devices; what was set up is undone, for it may have outlived the boot."""
+    """After a reboot, a claim with a new allocation is prepared at once, and its former device is unprepared first.
+
+    No process with the former device runs, but a hook's work may have outlived the boot.
+    """
     await hooked.give("1", "d0")
     hooked.claims.add(allocated_anew("1", result("d1")))
     after = await hooked.again(source, boot="2", host=Pods("pod-uid"))
@@ -1588,7 +1656,7 @@ async def test_after_a_reboot_a_claim_that_is_allocated_anew_waits_for_nobody(
 
 
 async def test_pods_that_came_to_share_a_claim_count_before_it_is_unprepared(serve: Serve) -> None:
-    """The kubelet prepares a claim once; pods that came later are recorded before the ledger is asked."""
+    """A pod that came to share a claim, and that is recorded just before an Unprepare, keeps the claim prepared."""
 
     class Recorded(Pods):
         async def running_pods(self) -> RunningPods:
@@ -1604,7 +1672,10 @@ async def test_pods_that_came_to_share_a_claim_count_before_it_is_unprepared(ser
 
 
 async def test_a_pod_that_ran_before_a_claim_was_prepared_does_not_use_it(serve: Serve) -> None:
-    """The kubelet has a claim prepared before it makes the sandbox of its pod."""
+    """A pod that already ran when a claim was prepared does not keep the claim, except after an agent's restart.
+
+    The kubelet has claims prepared before it makes the sandbox of their pod.
+    """
     pods = Pods("bystander", unlisted=["bystander"])
     pods.now.unlisted["bystander"] = time.monotonic()  # type: ignore[index]
     here = await serve(host=pods)
@@ -1617,7 +1688,7 @@ async def test_a_pod_that_ran_before_a_claim_was_prepared_does_not_use_it(serve:
 
 @pytest.mark.parametrize("error", [ClaimStateError("torn"), OSError("cgroups"), LedgerError("full")])
 async def test_a_claim_stays_prepared_while_its_pods_cannot_be_known(serve: Serve, error: Exception) -> None:
-    """Also a claim of which some pods are known: others may have come to share it."""
+    """If running pods cannot be read, an Unprepare fails, also of a claim with known pods: others may share it."""
     pods = Pods()
     here = await serve(host=pods)
     await here.give("1", "d0")
@@ -1630,7 +1701,7 @@ async def test_a_claim_stays_prepared_while_its_pods_cannot_be_known(serve: Serv
 
 
 async def test_a_claim_of_an_older_ledger_is_not_ended_without_the_kubelet(here: ServedDriver) -> None:
-    """Its pods are not known: whether containers of this boot use the claim is not known."""
+    """A claim recorded without pods, as by an older agent, is not ended by a reconcile, but by an Unprepare."""
     await here.give("1", "d0")
     record = dataclasses.replace(here.async_ledger.snapshot.claims[D, "1"], pods=frozenset())
     await here.async_ledger.do(operations.unprepare(D, "1"))

@@ -1,4 +1,4 @@
-"""What the ledger has of a driver's claims, as several threads read it."""
+"""The ledger's records of prepared claims, read by several threads."""
 
 from __future__ import annotations
 
@@ -25,6 +25,6 @@ for _ in range(100):
 
 
 def test_threads_that_read_the_first_answer_together() -> None:
-    """An agent that starts beside prepared claims reads their answers in several threads at once, and does not end."""
+    """Four threads that decode the first prepared claim of a process at the same time all get its answer."""
     done = subprocess.run([sys.executable, "-c", FIRST_READERS], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")

@@ -59,7 +59,7 @@ def claim(name: str, uid: str, *results: tuple[str, str]) -> dict[str, Any]:
 
 
 class Server(ClusterClaims):
-    """The API server of both sides."""
+    """The claims of the API server, for the driver and for the fake kubelet."""
 
     def __init__(self) -> None:
         self.claims: dict[tuple[str, str], dict[str, Any]] = {}
@@ -116,7 +116,7 @@ async def driver(root: Path, server: Server) -> AsyncIterator[Driver]:
 
 
 class Running:
-    """A registrar at work until the block ends."""
+    """A registrar that runs until the block ends."""
 
     def __init__(
         self, driver: Driver, root: Path, timing: RegistrarTiming = QUICK, kubelet: PluginDirectory | None = None
@@ -138,14 +138,17 @@ class Running:
 
 
 async def aside(work: Callable[..., _T], *args: Any) -> _T:
-    """Call the kubelet in a thread, so that the driver can answer."""
+    """Call the fake kubelet in a thread, so that the driver's event loop can answer."""
     return await asyncio.to_thread(work, *args)
 
 
 async def test_a_driver_registers_prepares_and_goes(
     driver: Driver, root: Path, kubelet: FakeDraKubelet, server: Server
 ) -> None:
-    """The whole way of a pod with a claim, each container with its own requests only."""
+    """A driver registers, prepares and unprepares a pod's claim, and goes.
+
+    Each container gets the devices of its own requests; a second pod gets the same answer.
+    """
 
     def files() -> list[Path]:
         return [path for path in (root / "cdi").rglob("*") if path.is_file()]
@@ -172,7 +175,7 @@ async def test_a_driver_registers_prepares_and_goes(
 
 
 async def test_an_older_kubelet_gets_v1beta1(driver: Driver, root: Path, server: Server) -> None:
-    """1.32 and 1.33 know no v1."""
+    """A kubelet that serves v1beta1 only, as 1.32 and 1.33 do, uses v1beta1."""
     server.add(claim("c", "uid-1", ("r", "d0")))
     with FakeDraKubelet(root, server.read, services=["v1beta1.DRAPlugin"]) as kubelet:
         async with Running(driver, root):
@@ -185,7 +188,7 @@ async def test_an_older_kubelet_gets_v1beta1(driver: Driver, root: Path, server:
 async def test_a_restarted_kubelet_finds_the_driver_and_prepares_again(
     driver: Driver, root: Path, kubelet: FakeDraKubelet, server: Server
 ) -> None:
-    """Claims are answered as before; a pod that ended meanwhile is cleaned up."""
+    """A restarted kubelet registers the driver, gets the same answer for a claim, and unprepares the ended pod."""
     server.add(claim("c", "uid-1", ("r", "d0")))
     pod = FakeDraPod("p1", "p1", ["c"], {"a": [("c", "r")]})
     async with Running(driver, root):
@@ -203,7 +206,10 @@ async def test_a_restarted_kubelet_finds_the_driver_and_prepares_again(
 async def test_a_kubelet_that_was_restarted_has_not_registered_the_driver(
     driver: Driver, root: Path, kubelet: FakeDraKubelet
 ) -> None:
-    """What the kubelet before has registered does not count; a new socket is made if the next one does not come."""
+    """After a kubelet restart the driver does not count as registered.
+
+    If the new kubelet does not register it, the driver makes a new socket.
+    """
     own = root / "kubelet.sock"
     own.touch()
     quick = RegistrarTiming(patience=0.3, drain=0.2)
@@ -226,7 +232,7 @@ async def test_a_kubelet_that_was_restarted_has_not_registered_the_driver(
 async def test_a_socket_that_vanishes_comes_back(
     driver: Driver, root: Path, kubelet: FakeDraKubelet, what: str
 ) -> None:
-    """The directory is wiped under a running driver, or the socket is removed."""
+    """If the driver's socket or its directory is removed, the driver makes a new socket and registers again."""
     async with Running(driver, root) as registrar:
         (first,) = await aside(kubelet.wait_registered, D)
         if what == "socket":
@@ -245,7 +251,7 @@ async def test_a_socket_that_vanishes_comes_back(
 async def test_a_refusal_is_said_and_tried_again(
     driver: Driver, root: Path, kubelet: FakeDraKubelet, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With a new socket: the kubelet's own next try is later each time."""
+    """After a refused registration, the driver logs the reason and registers by a new socket."""
     kubelet.refuse = "the moon is in the wrong phase"
     async with Running(driver, root) as registrar:
         await aside(kubelet.wait_for, lambda: any("wrong phase" in failure for failure in kubelet.failures))
@@ -257,7 +263,7 @@ async def test_a_refusal_is_said_and_tried_again(
 
 
 async def test_two_instances_may_be_registered_at_once(driver: Driver, root: Path, kubelet: FakeDraKubelet) -> None:
-    """A rolling update: the newest is called, and neither removes the other's sockets."""
+    """Two instances of a driver run, as in a rolling update: the newer is called, and the older keeps its socket."""
     async with Running(driver, root):
         (old,) = await aside(kubelet.wait_registered, D)
         async with Running(driver, root):
@@ -270,7 +276,7 @@ async def test_two_instances_may_be_registered_at_once(driver: Driver, root: Pat
 
 
 def abandon(*paths: Path) -> None:
-    """Leave sockets at which no process listens, as a killed process does."""
+    """Make sockets at which no process listens, as a killed process leaves them."""
     for path in paths:
         path.parent.mkdir(parents=True, exist_ok=True)
         with socket.socket(socket.AF_UNIX) as bound:
@@ -280,7 +286,10 @@ def abandon(*paths: Path) -> None:
 async def test_sockets_of_killed_processes_are_swept_and_those_of_others_are_not(
     driver: Driver, root: Path, kubelet: FakeDraKubelet
 ) -> None:
-    """The kubelet would try to register them for ever. Sockets of an agent's former drivers are swept as well."""
+    """A start removes sockets of killed processes of this agent, also of former drivers, but no other sockets.
+
+    The kubelet would try to register an abandoned socket for ever.
+    """
     registry, own = root / "plugins_registry", root / "plugins" / AGENT
     instance = DriverDirectories(own, registry).instance
     dead = [registry / f"{name}-{instance}0123abcd-reg.sock" for name in (D, "former.example.com")]
@@ -296,7 +305,10 @@ async def test_sockets_of_killed_processes_are_swept_and_those_of_others_are_not
 
 
 async def test_the_sockets_are_swept_once_for_all_drivers(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each sweep connects to each socket of the agent: 64 drivers would make thousands of connections."""
+    """Eight drivers that start at once test the agent's sockets only once.
+
+    Each sweep connects to each socket: 64 drivers would make thousands of connections.
+    """
     swept: list[int] = []
     remove = addresses.remove_abandoned
 
@@ -315,7 +327,7 @@ async def test_the_sockets_are_swept_once_for_all_drivers(root: Path, monkeypatc
 async def test_a_driver_of_a_former_version_may_be_registered_beside_this_one(
     driver: Driver, root: Path, kubelet: FakeDraKubelet, server: Server
 ) -> None:
-    """An update from the two sockets of a former version: both run, the newer is called, the former's sockets stay."""
+    """Beside a former version's driver with two sockets, this driver is called, and the former's sockets stay."""
     server.add(claim("c", "uid-1", ("r", "d0")))
     former, pod = BareDriver(root, D), FakeDraPod("p1", "p1", ["c"], {"a": [("c", "r")]})
     (old,) = await aside(kubelet.wait_registered, D)
@@ -336,7 +348,7 @@ async def test_a_driver_of_a_former_version_may_be_registered_beside_this_one(
 async def test_drivers_of_an_agent_share_a_directory(
     driver: Driver, root: Path, kubelet: FakeDraKubelet, server: Server
 ) -> None:
-    """Each is registered by a socket of its own in it, and one that goes leaves the other's socket."""
+    """Two drivers have a socket each in plugins_registry; one that ends leaves the other's socket."""
     records, inventory = driver.records, driver.devices.resources[0].inventory
     other = Driver(
         "other.example.com",
@@ -355,7 +367,7 @@ async def test_drivers_of_an_agent_share_a_directory(
 
 
 async def test_silence_is_broken_by_new_sockets(driver: Driver, root: Path) -> None:
-    """The watcher of a kubelet may lose the word of a socket."""
+    """While no kubelet registers the driver, it makes a new socket from time to time: a watcher may have missed one."""
     registry = root / "plugins_registry"
     registry.mkdir()
     names: set[str] = set()
@@ -371,7 +383,7 @@ async def test_silence_is_broken_by_new_sockets(driver: Driver, root: Path) -> N
 
 @dataclass
 class Waits(Backoff):
-    """Waits that are all the same."""
+    """A backoff whose waits all have the same length."""
 
     def next(self) -> float:
         self.tries += 1
@@ -379,7 +391,7 @@ class Waits(Backoff):
 
 
 async def test_the_kubelets_own_next_try_may_be_the_sooner(root: Path, driver: Driver, server: Server) -> None:
-    """Then there is nothing to make anew."""
+    """If the kubelet registers the driver during its wait after a refusal, the driver makes no new socket."""
     running = Running(driver, root)
     registrar = running.registrar
     registrar.backoff = Waits(3.0)
@@ -404,7 +416,7 @@ async def test_the_kubelets_own_next_try_may_be_the_sooner(root: Path, driver: D
 async def test_a_kubelet_that_goes_on_refusing_is_asked_ever_more_rarely(
     driver: Driver, root: Path, kubelet: FakeDraKubelet
 ) -> None:
-    """A new socket comes after a wait for each refusal, which grows until it is taken."""
+    """While registrations are refused, the driver waits by its backoff before each new socket."""
     kubelet.refuse = "never"
     running = Running(driver, root)
     waits = running.registrar.backoff = Waits(0.2)
@@ -419,7 +431,7 @@ async def test_a_kubelet_that_goes_on_refusing_is_asked_ever_more_rarely(
 async def test_sockets_of_a_registered_driver_are_looked_at_when_they_change(
     driver: Driver, root: Path, kubelet: FakeDraKubelet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Once the kubelet has answered, its patience is no reason to look again."""
+    """Once the driver is registered, it waits for changes of its sockets without a timeout."""
     waits: list[float] = []
     wait = DirectoryReader.wait
 
@@ -436,7 +448,7 @@ async def test_sockets_of_a_registered_driver_are_looked_at_when_they_change(
 async def test_a_registry_that_cannot_be_written_is_said_and_waited_for(
     driver: Driver, root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As soon as it can, all is well."""
+    """While the plugin registry's directory cannot be made, the log says so; then the driver registers by itself."""
     (root / "plugins_registry").write_text("in the way")
     async with Running(driver, root) as registrar:
         await until(lambda: registrar.statistics.failures)
@@ -447,7 +459,10 @@ async def test_a_registry_that_cannot_be_written_is_said_and_waited_for(
 
 
 async def test_health_is_told_at_once_and_kept_alive(driver: Driver, root: Path, kubelet: FakeDraKubelet) -> None:
-    """Three states, complete lists, a message; after 30 s of silence the kubelet knows nothing."""
+    """A change of health reaches the kubelet at once, with state and message; complete lists follow as a keep-alive.
+
+    After 31 s without a list, the kubelet counts a device as unknown.
+    """
     inventory = driver.devices.resources[0].inventory
     async with Running(driver, root, replace(QUICK, keep_alive=0.05)):
         await aside(kubelet.wait_registered, D)
@@ -477,7 +492,7 @@ async def test_health_is_told_at_once_and_kept_alive(driver: Driver, root: Path,
 async def test_health_reaches_every_kubelet(
     driver: Driver, root: Path, server: Server, known: Sequence[str] | None, chosen: str
 ) -> None:
-    """Both versions are listed and served, and what is listed for health leaves the choice for claims as it was."""
+    """Each kubelet chooses a health version that it serves, and still uses v1 for claims."""
     with FakeDraKubelet(root, server.read, health_services=known) as kubelet:
         async with Running(driver, root):
             (plugin,) = await aside(kubelet.wait_registered, D)
@@ -488,7 +503,7 @@ async def test_health_reaches_every_kubelet(
 async def test_a_kubelet_since_1_37_opens_no_health_stream_that_is_not_listed(
     driver: Driver, root: Path, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Kubernetes#139477; until 1.36 it opened one to any driver."""
+    """A kubelet since 1.37 opens no health stream if the driver lists no health service (Kubernetes#139477)."""
     monkeypatch.setattr(registrar_module, "SERVICES", ("v1.DRAPlugin",))
     with FakeDraKubelet(root, server.read, health_services=HEALTH_SERVICES) as kubelet:
         async with Running(driver, root):
@@ -498,7 +513,7 @@ async def test_a_kubelet_since_1_37_opens_no_health_stream_that_is_not_listed(
 
 
 async def test_health_needs_no_timer_to_be_told(driver: Driver, root: Path, kubelet: FakeDraKubelet) -> None:
-    """A change goes out by itself, also one of a resource that is served since a reload, and so does its first list."""
+    """A change of health is sent without the keep-alive timer, also for a resource that was added by a reload."""
     async with Running(driver, root, replace(QUICK, keep_alive=3600)) as registrar:
         await aside(kubelet.wait_registered, D)
         await aside(kubelet.wait_for, lambda: kubelet.health(D, NODE, "d0").health == "healthy")
@@ -518,12 +533,12 @@ async def test_health_needs_no_timer_to_be_told(driver: Driver, root: Path, kube
 
 
 async def test_the_keep_alive_is_well_inside_the_kubelets_patience() -> None:
-    """30 s by default (kubelet 1.36, cm/dra)."""
+    """Two keep-alive intervals are shorter than the 30 s after which kubelet 1.36 counts health as unknown."""
     assert RegistrarTiming().keep_alive * 2 < 30
 
 
 async def test_messages_are_cut(driver: Driver) -> None:
-    """The kubelet cuts at 1024 bytes."""
+    """A health message is cut to 1000 bytes, as the kubelet cuts at 1024; the time is in whole seconds."""
     inventory = driver.devices.resources[0].inventory
     inventory.publish([Device("x", health=Health.UNHEALTHY, message="m\u20ac" * 5000)])
     listed = health_list(driver, 12.7)
@@ -534,7 +549,7 @@ async def test_messages_are_cut(driver: Driver) -> None:
 async def test_a_pod_gets_the_drivers_words(
     driver: Driver, root: Path, kubelet: FakeDraKubelet, server: Server
 ) -> None:
-    """What `kubectl describe pod` shows names claim and device."""
+    """The pod's error names the claim, the request and the missing device."""
     server.add(claim("c", "uid-1", ("r", "d9")))
     async with Running(driver, root):
         await aside(kubelet.wait_registered, D)
@@ -545,7 +560,7 @@ async def test_a_pod_gets_the_drivers_words(
 
 @pytest.mark.parametrize("length", [5, 40, 63])
 def test_paths_fit_and_stay_apart(length: int) -> None:
-    """107 bytes; a shortened name keeps a hash of the whole."""
+    """Socket paths of long driver names differ and have at most 107 bytes; a directory too long is an error."""
     directory = Path("/var/lib/kubelet/plugins_registry")
     paths = {socket_path(directory, letter * length, "-0123456789ab-reg.sock") for letter in "ab"}
     assert len(paths) == 2
@@ -558,7 +573,10 @@ def test_paths_fit_and_stay_apart(length: int) -> None:
 async def test_a_call_that_waits_ends(
     driver: Driver, root: Path, kubelet: FakeDraKubelet, server: Server, ends: str
 ) -> None:
-    """It waits within the kubelet's deadline for a holder, and leaves nothing when the kubelet or the agent ends."""
+    """A Prepare waits for the device's holder, and succeeds when the holder ends.
+
+    If the kubelet or the agent stops meanwhile, the Prepare fails and leaves no record.
+    """
     server.add(claim("held", "u1", ("r", "d0")))
     server.add(claim("wants", "u2", ("r", "d0")))
     former, pod = FakeDraPod("p1", "p1", ["held"]), FakeDraPod("p2", "p2", ["wants"], {"main": [("wants", "")]})

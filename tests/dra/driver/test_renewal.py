@@ -1,4 +1,4 @@
-"""CDI files of prepared claims follow devices that come back under another number, and no others."""
+"""CDI files of prepared claims get a device's new number, and never the number of another device."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TTY, PTMX = (f"char:{os.major(n)}:{os.minor(n)}" for n in (os.stat(f"/dev/{x}").
 
 
 class Stick:
-    """A device behind a link in a directory, which says whether it stands for the port."""
+    """A device whose node is a link in `by-path` (named by its port) or `by-id`."""
 
     def __init__(self, directory: Path, links: str) -> None:
         self.link = directory / links / "x"
@@ -55,7 +55,11 @@ def numbers(here: ServedDriver, *cdi_ids: str) -> dict[str, str]:
 async def test_a_file_follows_what_is_the_same_device(
     here: ServedDriver, stick: Stick, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is in the same port is; what nothing tells of is not. The holder reaches both numbers then, for good."""
+    """A device in the same port (`by-path`) is the same: its claim's CDI file gets its new number.
+
+    By another link (`by-id`) nothing shows that the device is the same, and the file stays. A restarted agent renews
+    the file, too.
+    """
     monkeypatch.setattr("dra_bridge.driver.renewal.CHECK", 0.01)
     await here.give("1", "d0")
     (answer,) = (await here.prepared("1")).devices
@@ -82,7 +86,7 @@ async def test_a_file_follows_what_is_the_same_device(
 async def test_a_claim_keeps_its_nodes_when_the_configuration_gives_its_device_others(
     here: ServedDriver, stick: Stick, change: str
 ) -> None:
-    """A node that its device gets is not given to the claim, and none is taken from it."""
+    """A claim keeps its nodes if the configuration adds, removes or renames nodes of its device, or changes rights."""
     other = stick.link.with_name("y")
     other.symlink_to("/dev/ptmx")
     x, y = DeviceNode(str(stick.link)), DeviceNode(str(other), "/dev/y")
@@ -109,7 +113,10 @@ async def test_a_claim_keeps_its_nodes_when_the_configuration_gives_its_device_o
 
 @pytest.mark.parametrize("stick", ["by-id"], indirect=True)
 async def test_a_file_has_all_nodes_of_a_device_that_its_source_identifies(here: ServedDriver) -> None:
-    """The source lists other nodes under the same identity, and sysfs shows the hardware of none."""
+    """A source lists other nodes for a device of the same identity: the CDI file gets them all.
+
+    sysfs shows the hardware of none of these nodes.
+    """
     name = identity.port("usb:1-2")
     await identity.publish(here.inventory, [Device("d0", nodes=["/dev/tty"], identity=name)], {})
     await here.give("1", "d0")
@@ -124,7 +131,7 @@ async def test_a_file_has_all_nodes_of_a_device_that_its_source_identifies(here:
 
 @pytest.mark.parametrize("stick", ["by-path"], indirect=True)
 async def test_a_file_stays_while_its_device_is_gone_or_of_another_boot(here: ServedDriver, stick: Stick) -> None:
-    """What is there no more has no nodes to name."""
+    """A claim's CDI file stays while its device is not listed, and after a reboot."""
     here.claims.add(claim("1", result("d0")))
     await here.prepared("1")
     stick.lead("/dev/ptmx")
@@ -139,7 +146,7 @@ async def test_a_file_stays_while_its_device_is_gone_or_of_another_boot(here: Se
 async def test_a_driver_without_claims_sleeps_until_it_has_one(
     here: ServedDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A node may have many drivers; the change that records the first claim ends the wait."""
+    """A driver without claims checks no numbers; the first recorded claim ends its wait."""
     monkeypatch.setattr("dra_bridge.driver.renewal.CHECK", 0.25)
     waits, after = list[float](), Changes.after
 

@@ -1,7 +1,4 @@
-"""A claim's CDI file has no number of another device, and none that another holder reaches, at every step.
-
-Two sticks are links to /dev/tty and /dev/ptmx, whose numbers a made sysfs shows to be those of USB devices.
-"""
+"""At every step of a swap, a CDI file has no number of another device, and none that another holder reaches."""
 
 from __future__ import annotations
 
@@ -33,7 +30,7 @@ TTY, PTMX = (f"char:{number}" for number in NUMBERS)
 
 
 class Sticks:
-    """Two USB sticks, A and B, each a device of its name. at: the index of each stick's node in `NODES`."""
+    """Two USB sticks, A and B, each one device. at: the index of each stick's node in `NODES`."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -47,7 +44,7 @@ class Sticks:
                 (usb / name).write_text(value)
 
     def plug(self, **at: int) -> list[Device]:
-        """Have the sticks with these nodes plugged in, and no others; return their devices."""
+        """Plug in the sticks with these nodes, and unplug the others; return their devices."""
         for serial, node in self.at.items():
             (self.directory / "by-id" / serial).unlink()
             (self.directory / "sys/dev/char" / NUMBERS[node]).unlink()
@@ -59,7 +56,7 @@ class Sticks:
 
 
 class Pods(DriverHost):
-    """The agent, as far as it sees the containers of each claim's only pod. replaced: the pods whose have restarted."""
+    """A host for claims with one pod each. replaced: the pods whose containers have all restarted."""
 
     def __init__(self) -> None:
         self.replaced: set[str] = set()
@@ -110,7 +107,7 @@ async def publish(here: ServedDriver, devices: list[Device]) -> None:
 
 
 def numbers(here: ServedDriver, uid: str) -> set[str]:
-    """Return the numbers in a claim's CDI file; none without a file."""
+    """Return the device numbers in a claim's CDI file; without a file, none."""
     try:
         devices: list[dict[str, Any]] = json.loads((here.cdi / f"{D}-claim_{uid}.json").read_bytes())["devices"]
     except FileNotFoundError:
@@ -124,7 +121,7 @@ def record(here: ServedDriver, uid: str) -> Claim:
 
 
 def reaches(here: ServedDriver, uid: str) -> set[str]:
-    """Return the numbers that a claim reaches, by the register and by the claim's own file."""
+    """Return the device numbers that a claim reaches, by the register and by the claim's own file."""
     (device,) = record(here, uid).devices
     assert here.own[uid].devices == (device,)
     its = device.identity
@@ -132,13 +129,16 @@ def reaches(here: ServedDriver, uid: str) -> set[str]:
 
 
 async def left(here: ServedDriver, uid: str) -> None:
-    """Have the agent read the starts of the pod's containers, and then that all of them have restarted."""
+    """Have the agent read when the pod's containers started, and then that all of them have restarted."""
     while not await here.driver.renewal.look_left(uid):
         assert record(here, uid)
 
 
 async def test_two_claims_swap_their_numbers(here: ServedDriver, sticks: Sticks, pods: Pods) -> None:
-    """Neither has a file until the other's containers have ended; then each has the number of its own stick."""
+    """Two sticks swap numbers: each claim gets a CDI file with its stick's new number.
+
+    A claim has no CDI file until the containers of the other claim, which reach that number, have restarted.
+    """
     await publish(here, sticks.plug(A=1, B=0))
     for uid, had in (("1", TTY), ("2", PTMX)):
         assert numbers(here, uid) == set()
@@ -161,7 +161,7 @@ async def test_two_claims_swap_their_numbers(here: ServedDriver, sticks: Sticks,
 
 
 async def test_a_stick_that_is_away_has_no_number(here: ServedDriver, sticks: Sticks) -> None:
-    """Its claim has no file until the stick is back, even at its old number; another stick's number is not given."""
+    """While a stick is unplugged its claim has no CDI file. It has one when the stick is back at its old number."""
     await publish(here, sticks.plug(B=1))
     assert numbers(here, "1") == set()
     await until(lambda: here.claims.events, "it is written in the background")
@@ -174,7 +174,7 @@ async def test_a_stick_that_is_away_has_no_number(here: ServedDriver, sticks: St
 
 
 def check(here: ServedDriver) -> None:
-    """Check that each number in a file is reached by the file's claim, and by no other."""
+    """Check that each number in a CDI file is reached by the file's claim, and by no other claim."""
     for uid, other in ("12", "21"):
         (held,), (of_other,) = record(here, uid).devices, record(here, other).devices
         mine, theirs = ((i.tokens | i.reached) - i.left for i in (held.identity, of_other.identity))
@@ -185,7 +185,10 @@ def check(here: ServedDriver) -> None:
 async def test_an_agent_is_killed_at_each_step_of_a_swap(
     here: ServedDriver, sticks: Sticks, pods: Pods, monkeypatch: pytest.MonkeyPatch, killed: int
 ) -> None:
-    """No number is in a file of a claim while another claim reaches it, and in the end each claim has its stick."""
+    """An agent killed before any write leaves no CDI file with a number that another claim reaches.
+
+    In the end each claim has its own stick.
+    """
     write, writes = ClaimFiles.write, 0
 
     async def broken(self: ClaimFiles, *arguments: Any) -> bool:
@@ -216,7 +219,7 @@ async def test_an_agent_is_killed_at_each_step_of_a_swap(
 
 
 async def test_the_files_follow_without_being_asked(here: ServedDriver, sticks: Sticks, pods: Pods) -> None:
-    """The agent looks by itself whether containers have ended, and which claims wait for that."""
+    """After a swap, the agent's own loop notices restarted containers and renews both CDI files."""
     await identity.publish(here.inventory, sticks.plug(A=1, B=0), {})
     pods.replaced = {"pod-1", "pod-2"}
     keeping = asyncio.create_task(here.driver.renewal.keep())
@@ -227,7 +230,7 @@ async def test_the_files_follow_without_being_asked(here: ServedDriver, sticks: 
 async def test_a_file_that_cannot_be_renewed_delays_no_other(
     here: ServedDriver, sticks: Sticks, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its next try waits for the backoff; a stick that is pulled out meanwhile leaves its claim's file at once."""
+    """A CDI file that cannot be renewed waits for the backoff; meanwhile the file of an unplugged stick is removed."""
     monkeypatch.setattr("dra_bridge.driver.renewal.Backoff", lambda **_: Backoff(first=3600.0, most=3600.0))
     described = cdi.described
 
@@ -245,7 +248,7 @@ async def test_a_file_that_cannot_be_renewed_delays_no_other(
 
 
 async def test_a_claim_that_waits_is_prepared_as_before(here: ServedDriver, sticks: Sticks) -> None:
-    """Prepare gives the same answer, and does not write the CDI file; Unprepare ends the claim."""
+    """While a stick is unplugged, a repeated Prepare gives the same answer and writes no CDI file."""
     before = await here.prepared("1")
     await publish(here, sticks.plug(B=1))
     assert (await here.prepared("1")).devices == before.devices
@@ -254,7 +257,7 @@ async def test_a_claim_that_waits_is_prepared_as_before(here: ServedDriver, stic
 
 
 async def test_a_node_of_the_granted_stick_that_comes_later_is_added(tmp_path: Path, sticks: Sticks) -> None:
-    """A driver makes a node for a component of the stick; the claim has the whole stick, so it gets this node too."""
+    """A new node for a part of a claim's stick is added to its CDI file once sysfs shows that, and removed after."""
     (usb,) = sticks.plug(A=0)
     component = tmp_path / "sys/devices/usb1/1-A/1-A:1.0/ttyUSB0"
     component.mkdir(parents=True)
@@ -278,7 +281,10 @@ async def test_a_node_of_the_granted_stick_that_comes_later_is_added(tmp_path: P
 
 
 async def test_a_claim_of_a_group_follows_its_own_sticks_alone(here: ServedDriver, sticks: Sticks) -> None:
-    """The configuration gives stick B to the device of claim 1 as well, then both sticks swap their numbers."""
+    """The configuration adds claim 2's stick to claim 1's device: claim 1's file keeps only its own stick.
+
+    After a swap of both sticks, neither claim has a file.
+    """
     a, b = sticks.plug(A=0, B=1)
     await publish(here, [Device("a", nodes=[*a.nodes, *b.nodes])])
     assert (numbers(here, "1"), numbers(here, "2")) == ({TTY}, {PTMX})
@@ -290,7 +296,7 @@ async def test_a_claim_of_a_group_follows_its_own_sticks_alone(here: ServedDrive
 
 
 async def test_administrative_access_follows_a_device(here: ServedDriver, sticks: Sticks) -> None:
-    """It waits for nobody, but it never leads to another device."""
+    """The CDI file of a claim with adminAccess follows its device at once; while the device is away, it has no node."""
     here.claims.add(claim("3", result("a", adminAccess=True)))
     await here.prepared("3")
     await publish(here, sticks.plug(A=1, B=0))
@@ -304,7 +310,7 @@ async def test_administrative_access_follows_a_device(here: ServedDriver, sticks
 async def test_numbers_that_an_older_agent_has_swapped_are_withheld(
     here: ServedDriver, sticks: Sticks, pods: Pods
 ) -> None:
-    """It wrote the new numbers into both files, and recorded that each claim can open both."""
+    """An older agent wrote swapped numbers into both CDI files: they are removed until the containers restart."""
     devices = sticks.plug(A=1, B=0)
     for uid, other in ("12", "21"):
         mine, theirs = record(here, uid), record(here, other)

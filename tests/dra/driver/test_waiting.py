@@ -1,4 +1,4 @@
-"""Claims wait for devices whose holders are about to end, and for nothing else."""
+"""Prepare waits for devices whose holders are about to end, and for nothing else."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ Answers = dict[str, Prepared | ClaimError]
 
 
 def call(here: ServedDriver, *uids: str, seconds: float = CALL) -> asyncio.Task[Answers]:
-    """Have claims prepared as the kubelet does, with a deadline."""
+    """Have claims prepared as the kubelet does, with a deadline in seconds."""
     return asyncio.create_task(here.driver.prepare([ref(uid) for uid in uids], seconds))
 
 
 async def waits(here: ServedDriver, *devices: str) -> None:
-    """Wait until these devices are waited for, and no others."""
+    """Wait until Prepare calls wait for these devices, and for no others."""
     await until(lambda: set(here.driver.waits.devices) == {(R, device) for device in devices})
 
 
@@ -38,7 +38,7 @@ def failures(here: ServedDriver) -> dict[str, int]:
 
 
 async def held(here: ServedDriver, *more: str) -> None:
-    """Have d0 held by claim 1, and allocated to claim 2; each further claim gets a device of its own."""
+    """Have claim 1 hold d0, and add claim 2 to d0; each claim in `more` gets a device of its own."""
     await here.give("1", "d0")
     here.claims.add(claim("2", result("d0")), *(claim(uid, result(f"d{n + 1}")) for n, uid in enumerate(more)))
 
@@ -52,7 +52,7 @@ async def second(here: ServedDriver) -> asyncio.Task[Answers]:
 
 
 async def test_a_claim_gets_a_device_when_its_holder_is_unprepared(serve: Serve) -> None:
-    """The scheduler has given the device to another claim, so its holder is over at the API server."""
+    """A Prepare waits for the device's holder and succeeds when the holder is unprepared; an Event names the holder."""
     here = await serve()
     waiting_call = await second(here)
     assert failures(here) == {}
@@ -65,7 +65,7 @@ async def test_a_claim_gets_a_device_when_its_holder_is_unprepared(serve: Serve)
 
 
 async def test_a_claim_that_waits_does_not_harm_the_others_of_its_call(serve: Serve) -> None:
-    """They are prepared meanwhile, and the answer has all of them."""
+    """While a claim of a call waits, the call's other claims are prepared; the answer has all of them."""
     here = await serve()
     await held(here, "3")
     together = call(here, "2", "3", "none")
@@ -83,7 +83,7 @@ async def test_a_claim_that_waits_does_not_harm_the_others_of_its_call(serve: Se
 
 
 async def test_a_claim_is_refused_shortly_before_the_deadline(serve: Serve) -> None:
-    """The error names the holder; the ready claim of the call stays prepared."""
+    """Shortly before the deadline the waiting claim gets an error that names the holder; others stay prepared."""
     here = await serve()
     await held(here, "3")
     answers = await call(here, "2", "3", seconds=MARGIN + 0.2)
@@ -95,7 +95,7 @@ async def test_a_claim_is_refused_shortly_before_the_deadline(serve: Serve) -> N
 
 
 async def test_without_a_deadline_nothing_is_waited_for(serve: Serve) -> None:
-    """Nobody can say when to answer then."""
+    """A Prepare without a deadline fails at once while the device is held."""
     here = await serve()
     await held(here)
     assert "is held by" in str(await here.refusal("2"))
@@ -103,7 +103,10 @@ async def test_without_a_deadline_nothing_is_waited_for(serve: Serve) -> None:
 
 @pytest.mark.parametrize("how", ["caller", "agent"])
 async def test_a_wait_ends_with_its_caller_and_with_the_agent(serve: Serve, how: str) -> None:
-    """Nothing of the claim is left; what was free meanwhile is not taken for a caller that has gone."""
+    """When its caller or the agent ends, a wait ends and leaves no record and no file.
+
+    A device that comes free afterwards is not given to the claim.
+    """
     here = await serve()
     waiting_call = await second(here)
     if how == "caller":
@@ -121,7 +124,7 @@ async def test_a_wait_ends_with_its_caller_and_with_the_agent(serve: Serve, how:
 
 
 async def test_an_unprepare_ends_the_wait_of_its_claim(serve: Serve) -> None:
-    """It is answered at once, while other claims wait on."""
+    """An Unprepare of a waiting claim ends the claim's Prepare at once; another claim waits on."""
     here = await serve()
     await held(here)
     here.claims.add(claim("3", result("d0")))
@@ -135,7 +138,7 @@ async def test_an_unprepare_ends_the_wait_of_its_claim(serve: Serve) -> None:
 
 
 async def test_changes_of_other_devices_cost_a_waiting_claim_no_request(serve: Serve) -> None:
-    """However often the register changes, the claim is read again when its own devices may be had."""
+    """50 other changes of the ledger cause no read of the waiting claim; the end of the holder causes one."""
     here = await serve()
     waiting_call = await second(here)
     gets = here.claims.gets
@@ -149,7 +152,7 @@ async def test_changes_of_other_devices_cost_a_waiting_claim_no_request(serve: S
 
 
 async def test_a_wait_ends_when_the_claim_is_gone(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its pod was deleted by force: the kubelet ends the pod only after the answer."""
+    """A waiting claim is read again from time to time, and its Prepare fails when the claim is deleted."""
     monkeypatch.setattr(waiting, "REREAD", 0.05)
     here = await serve()
     waiting_call = await second(here)
@@ -159,7 +162,7 @@ async def test_a_wait_ends_when_the_claim_is_gone(serve: Serve, monkeypatch: pyt
 
 
 async def test_a_claim_waits_for_the_move_that_it_begins(serve: Serve) -> None:
-    """Its device is idle on the plugin's side: the claim begins a move, and Prepare succeeds when that ends."""
+    """Prepare of a claim to an idle device on the plugin's side begins a move, and succeeds when the move ends."""
     here = await serve(side=Side.PLUGIN)
     here.claims.add(claim("1", result("d0")))
     waiting_call = call(here, "1")
@@ -172,7 +175,7 @@ async def test_a_claim_waits_for_the_move_that_it_begins(serve: Serve) -> None:
 
 
 async def test_a_claim_waits_until_its_devices_holder_is_known(serve: Serve) -> None:
-    """The agent has just started."""
+    """While the holder of a device is not known, as just after the agent's start, Prepare waits."""
 
     class Starting(DriverHost):
         is_ready = False
@@ -193,7 +196,7 @@ async def test_a_claim_waits_until_its_devices_holder_is_known(serve: Serve) -> 
 async def test_a_claim_that_is_allocated_anew_waits_for_its_former_pods(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their processes may use what it had before."""
+    """A claim that was allocated another device waits until no pod with its former device runs."""
 
     class Pods(DriverHost):
         now = RunningPods(frozenset({"pod-uid"}))
@@ -219,7 +222,7 @@ async def test_a_claim_that_is_allocated_anew_waits_for_its_former_pods(
 
 
 async def test_a_claim_waits_for_a_hook_that_works_on(serve: Serve) -> None:
-    """It holds the device until it ends."""
+    """A Prepare waits for a hook `released` that runs on after its timeout."""
     go = asyncio.Event()
     go.set()
 
@@ -246,7 +249,10 @@ async def test_a_claim_waits_for_a_hook_that_works_on(serve: Serve) -> None:
 async def test_a_claim_waits_until_a_failed_release_has_succeeded(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The hook is called again after a while, not with each try of the claim."""
+    """A Prepare waits while `released` fails.
+
+    The hook is called again after a while (first 0.2 s), not at each try of the claim.
+    """
     monkeypatch.setattr(releases, "FIRST", 0.2)
     calls: list[str] = []
 
@@ -277,7 +283,7 @@ async def test_a_claim_waits_until_a_failed_release_has_succeeded(
 
 
 async def test_a_claim_does_not_wait_for_a_device_that_is_quarantined(serve: Serve) -> None:
-    """Nothing that is known ends it."""
+    """A Prepare of a quarantined device fails at once: no known event ends a quarantine."""
     here = await serve()
     here.claims.add(claim("1", result("d0")))
     record = here.async_ledger.snapshot.device(R, "d0")

@@ -1,4 +1,4 @@
-"""Which moves a kubelet restart would make pods pay for, and which pods."""
+"""Which moves would make a kubelet restart end pods, and which pods."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ R, OTHER, D = "example.com/card", "example.com/other", "card.example.com"
 @pytest.mark.parametrize(
     ("shown", "by_plugin", "by_dra", "leaving", "allowed"),
     [
-        # No pod through DRA: never blocked, held devices included.
+        # No pod by limits through DRA: moves are never blocked, those of held devices included.
         (8, 0, 0, 8, True),
         (8, 2, 0, 6, True),
         (8, 2, 0, 8, True),
@@ -23,7 +23,7 @@ R, OTHER, D = "example.com/card", "example.com/other", "card.example.com"
         # No pod of the plugin side: all may leave.
         (4, 0, 2, 4, True),
         (1, 0, 6, 1, True),
-        # Both kinds: what stays is enough for all of them.
+        # Pods of both sides: a move needs enough devices to stay for all of them.
         (4, 2, 2, 1, False),
         (4, 2, 2, 4, False),
         (4, 1, 2, 1, True),  # one of the two pods of the plugin side has ended
@@ -31,14 +31,14 @@ R, OTHER, D = "example.com/card", "example.com/other", "card.example.com"
         (3, 1, 2, 1, False),
         (8, 2, 2, 4, True),
         (8, 2, 2, 5, False),
-        # The number of the checkpoint is the larger one, before and after: nothing changes.
+        # The checkpoint's number is the larger one, before and after the move: nothing changes.
         (1, 2, 2, 1, True),
         (2, 2, 2, 2, True),
         (2, 2, 6, 1, True),
         (3, 2, 6, 1, False),
-        # Nothing that the kubelet counts leaves: broken or withdrawn devices.
+        # No device that the kubelet counts leaves: those that leave are broken or withdrawn.
         (2, 1, 6, 0, True),
-        # The kubelet does not listen: its number is not known.
+        # The kubelet is not connected: its number of devices is not known.
         (None, 2, 2, 1, False),
         (None, 2, 2, 0, True),
         (None, 2, 0, 1, True),
@@ -46,12 +46,15 @@ R, OTHER, D = "example.com/card", "example.com/other", "card.example.com"
     ],
 )
 def test_devices_that_may_leave(shown: int | None, by_plugin: int, by_dra: int, leaving: int, allowed: bool) -> None:
-    """A batch begins if it ends no pod of the plugin side at a kubelet restart, whatever the ages of the pods."""
+    """Devices may leave the plugin if a kubelet restart then ends no pod of the plugin, whatever the pods' ages."""
     assert may_leave(Counts(shown, by_plugin, by_dra), leaving) is allowed
 
 
 def test_no_batch_that_may_leave_ends_a_pod() -> None:
-    """Whoever is admitted before a batch is admitted after it, too: all ages of up to five pods of one device."""
+    """If `may_leave` allows a move, the kubelet denies the same pods before and after the move.
+
+    For all orders by age of up to five pods with one device each.
+    """
     tried = 0
     for kinds in itertools.chain.from_iterable(itertools.product((True, False), repeat=n) for n in range(6)):
         pods = [AdmittedPod(f"{age}", float(age), 1, by_dra) for age, by_dra in enumerate(kinds)]
@@ -78,24 +81,24 @@ def dra(created: float, asks: int = 1) -> AdmittedPod:
 @pytest.mark.parametrize(
     ("pods", "capacity", "ended"),
     [
-        ([pod("a", 1), pod("b", 2), dra(3), dra(4)], 2, ()),  # the straight way: pods of the plugin side are older
-        ([dra(1), dra(2), pod("a", 3), pod("b", 4)], 2, ("a", "b")),  # after a way back
-        ([dra(1), dra(2), pod("a", 3), pod("b", 4)], 4, ()),  # as long as there is room for all
+        ([pod("a", 1), pod("b", 2), dra(3), dra(4)], 2, ()),  # pods of the plugin side are older
+        ([dra(1), dra(2), pod("a", 3), pod("b", 4)], 2, ("a", "b")),  # pods of the plugin side are younger
+        ([dra(1), dra(2), pod("a", 3), pod("b", 4)], 4, ()),  # there is room for all pods
         ([dra(1), dra(2), pod("a", 3), pod("b", 4)], 3, ("b",)),
         ([pod("a", 1), dra(2), pod("b", 3)], 2, ("b",)),
-        ([dra(1, 4), pod("a", 2), dra(3)], 1, ("a",)),  # one that waited for four devices while another one came
-        ([dra(1), pod("large", 2, 4), pod("small", 3)], 4, ("large",)),  # what is denied is not counted
+        ([dra(1, 4), pod("a", 2), dra(3)], 1, ("a",)),  # a pod waited for four devices while another pod came
+        ([dra(1), pod("large", 2, 4), pod("small", 3)], 4, ("large",)),  # the ids of a denied pod are not counted
         ([dra(1.9), pod("a", 1.1)], 1, ("a",)),  # the kubelet sorts pods of one second at random
         ([], 0, ()),
     ],
 )
 def test_pods_that_are_denied(pods: list[AdmittedPod], capacity: int, ended: tuple[str, ...]) -> None:
-    """Each is admitted beside those that are older than it and were admitted."""
+    """The kubelet admits pods by age, and denies each pod that does not fit beside those it has admitted."""
     assert denied(pods, capacity) == ended
 
 
 def test_what_the_register_says() -> None:
-    """Ids of one resource count, whatever state their device is in, and claims that stand for limits."""
+    """Counted are the granted ids of one resource, and the devices of claims that stand for limits."""
 
     def held(name: str, since: float, *uids: str, resource: str = R) -> AllocationRecord:
         holders = frozenset((uid, "main") for uid in uids)

@@ -1,4 +1,4 @@
-"""What the scheduler is told is allocatable, before devices are withdrawn and once they are back."""
+"""The Node's allocatable number: before devices are withdrawn, and when they are back."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.waits import until
 
 
 class FakeStatus:
-    """The API server's side of a Node. writes_back: the kubelet shows its own number after each write."""
+    """The status of a Node. writes_back: the kubelet writes its own number after each write."""
 
     def __init__(self, number: int | None = 8, *, takes: bool = True, writes_back: bool = False) -> None:
         self.writes: list[int] = []
@@ -53,7 +53,7 @@ class FakeStatus:
 
 
 async def test_a_lower_number_is_written_once_and_waited_for() -> None:
-    """A second call has nothing to write and nothing to wait for."""
+    """A lower number is written and awaited; a second call with the same number writes nothing."""
     cluster = FakeStatus()
     assert await cluster.status.lower(R, 5)
     assert not await cluster.status.lower(R, 5)
@@ -61,7 +61,7 @@ async def test_a_lower_number_is_written_once_and_waited_for() -> None:
 
 
 async def test_a_number_that_the_kubelet_writes_back_is_written_again() -> None:
-    """Only a Node that shows the lower number all the time keeps pods away."""
+    """If the kubelet writes its old number back, the lower number is written again."""
     cluster = FakeStatus()
     lowering = asyncio.create_task(cluster.status.lower(R, 5))
     async with asyncio.timeout(10):
@@ -74,7 +74,7 @@ async def test_a_number_that_the_kubelet_writes_back_is_written_again() -> None:
 
 
 async def test_a_number_that_comes_late_is_written_over() -> None:
-    """The kubelet made it up before the devices were withdrawn; devices that came back since count."""
+    """A late report of the old number is overwritten; devices that came back since raise the number that may stay."""
     cluster = FakeStatus()
     assert await cluster.status.lower(R, 5)
     cluster.wrote.clear()
@@ -91,7 +91,7 @@ async def test_a_number_that_comes_late_is_written_over() -> None:
 
 
 async def test_a_number_that_comes_much_later_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever wrote it knew of the devices that were withdrawn."""
+    """A report that comes long after the withdrawal is not overwritten."""
     monkeypatch.setattr(allocatable, "LATE", 0.0)
     cluster = FakeStatus()
     assert await cluster.status.lower(R, 5)
@@ -102,14 +102,14 @@ async def test_a_number_that_comes_much_later_is_left(monkeypatch: pytest.Monkey
 
 
 async def test_without_the_right_nothing_is_waited_for() -> None:
-    """Moves go on as if there were no such write."""
+    """If the agent may not write the Node's status, it tries once and does not wait."""
     cluster = FakeStatus(takes=False)
     assert not await cluster.status.lower(R, 5)
     assert cluster.writes == [5]
 
 
 async def test_a_node_that_does_not_name_the_resource_needs_no_write() -> None:
-    """The scheduler sends no pods there."""
+    """A Node that does not list the resource needs no write."""
     cluster = FakeStatus(None)
     assert not await cluster.status.lower(R, 0)
     assert cluster.writes == []
@@ -118,7 +118,7 @@ async def test_a_node_that_does_not_name_the_resource_needs_no_write() -> None:
 async def test_a_kubelet_that_writes_its_number_all_the_time_does_not_stop_moves(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its number is written over each time, and the log says that devices are withdrawn all the same."""
+    """If the kubelet restores its number after each write, the agent stops at a deadline, and the log says so."""
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(allocatable, "LOWER_DEADLINE", 0.3)
     cluster = FakeStatus(writes_back=True)
@@ -128,7 +128,7 @@ async def test_a_kubelet_that_writes_its_number_all_the_time_does_not_stop_moves
 
 
 async def test_the_number_rises_when_the_kubelet_has_the_devices() -> None:
-    """Before that it is not written, and devices that came back together cost one write."""
+    """The number rises when the kubelet counts the returned devices as healthy, in one write for all."""
     cluster = FakeStatus(5)
     cluster.healthy = frozenset({"d0", "d1"})
     cluster.status.taken_back(R, {"d5", "d6"})
@@ -143,7 +143,7 @@ async def test_the_number_rises_when_the_kubelet_has_the_devices() -> None:
 
 
 async def test_the_number_does_not_rise_above_what_stays() -> None:
-    """The kubelet still counts devices that are about to be withdrawn; they do not come back to the scheduler."""
+    """The number rises only by the returned devices, although the kubelet still counts more."""
     cluster = FakeStatus(8)
     cluster.healthy = frozenset(f"d{number}" for number in range(8))
     assert await cluster.status.lower(R, 3)
@@ -157,7 +157,7 @@ async def test_the_number_does_not_rise_above_what_stays() -> None:
 
 
 def test_quantities_are_read() -> None:
-    """The kubelet writes 1000 devices as 1k."""
+    """A quantity such as 1k is 1000 devices; one that cannot be parsed is left out."""
     assert numbers({R: "8", "a": "1k", "b": "x"}) == {R: 8, "a": 1000}
 
 
@@ -182,7 +182,7 @@ def ask(node: FakeNode, share: str) -> None:
 
 
 async def settled(bridge: Bridge, dra: int, total: int) -> None:
-    """Wait until so many devices are on the DRA side and the others on the plugin's."""
+    """Wait until `dra` of `total` devices are on the DRA side and the others on the plugin's."""
     wanted = [State.DRA] * dra + [State.PLUGIN] * (total - dra)
 
     def states() -> list[State]:
@@ -193,7 +193,7 @@ async def settled(bridge: Bridge, dra: int, total: int) -> None:
 
 
 def forbid(node: FakeNode) -> None:
-    """Refuse to write the Node's status to all but the kubelet."""
+    """Have the API server refuse all patches of the Node's status."""
 
     def writes(request: LoggedRequest) -> bool:
         return request.method == "PATCH" and request.path.endswith("/status")
@@ -205,7 +205,7 @@ def forbid(node: FakeNode) -> None:
 async def test_pods_that_come_while_devices_leave(
     node: FakeNode, allowed: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The scheduler sends no pod to devices that are gone; where the agent may not write it does, and the pod fails."""
+    """While devices leave, the scheduler sends no pod to them; if the agent may not write the Node, pods fail."""
     caplog.set_level(logging.WARNING)
     if not allowed:
         forbid(node)
@@ -228,7 +228,7 @@ async def test_pods_that_come_while_devices_leave(
 
 
 async def test_pods_that_wait_start_when_devices_are_back(node: FakeNode) -> None:
-    """Nobody waits for the kubelet's next report."""
+    """A pod that waits for returned devices starts before the kubelet's next report of its status."""
     async with running(node, 4) as bridge:
         ask(node, "all")
         await settled(bridge, 4, 4)
@@ -240,7 +240,7 @@ async def test_pods_that_wait_start_when_devices_are_back(node: FakeNode) -> Non
 
 
 async def test_a_share_change_costs_few_writes(node: FakeNode) -> None:
-    """One write lowers the number for all devices that leave, one raises it for all that come back."""
+    """A move of 8 devices to DRA and back takes at most 3 writes of the Node's status."""
     async with running(node, 8) as bridge:
         for share, count in (("all", 8), ("none", 0)):
             ask(node, share)

@@ -1,4 +1,4 @@
-"""Devices that are the same hardware, or parts of it, through both sides of the embedded node."""
+"""Devices that are the same hardware, or parts of it, with pods and claims on the embedded node."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def part(name: str, slices: int) -> Device:
 
 
 def parts() -> tuple[Listed, Listed]:
-    """A whole device, and its halves as another resource of the same driver."""
+    """A source with a whole device, and one with its two halves; both have the same driver."""
     return Listed(A, D, part("w", 2)), Listed(B, D, part("h0", 1), part("h1", 1))
 
 
@@ -32,7 +32,7 @@ async def settle(here: AgentOnNode, state: State) -> None:
 
 
 async def test_parts_of_one_device_move_together(node: FakeNode) -> None:
-    """Across the resources of a driver all parts follow one, and none is offered before all have arrived."""
+    """If one part of a device moves, all parts move, and no part is offered before all have arrived."""
     async with on_node(node, *parts()) as here:
         await here.until(lambda: here.healthy() == {"w", "h0", "h1"})
         pod = await here.run("p", {B: 1})
@@ -51,7 +51,7 @@ async def test_parts_of_one_device_move_together(node: FakeNode) -> None:
 
 
 async def test_a_claim_that_comes_for_a_part_has_all_of_them_move(node: FakeNode) -> None:
-    """It is prepared when they have moved, and the others are offered nowhere until it ends."""
+    """A claim to one part has all parts move; then it is prepared, and no part is offered until it ends."""
     async with on_node(node, *parts()) as here:
         await here.until(lambda: here.healthy() == {"w", "h0", "h1"})
         claim = here.allocate("c", D, here.names["h1"])
@@ -66,7 +66,7 @@ async def test_a_claim_that_comes_for_a_part_has_all_of_them_move(node: FakeNode
 
 
 async def test_a_claim_is_decided_with_what_moves_along(node: FakeNode, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ledger is told which devices would follow, of the other resource, too."""
+    """Prepare tells the ledger all devices that would move along, of both resources."""
     told: list[object] = []
     prepare = operations.prepare
 
@@ -82,7 +82,10 @@ async def test_a_claim_is_decided_with_what_moves_along(node: FakeNode, monkeypa
 
 
 async def test_a_device_of_two_drivers_has_one_holder(node: FakeNode) -> None:
-    """While they are on different sides neither is offered; while a pod holds one, claims for the other are refused."""
+    """Two drivers' devices are the same hardware: on different sides neither is offered.
+
+    While a pod holds one, claims to the other are refused.
+    """
     async with on_node(
         node, Listed(A, D, Device("one", identity="x")), Listed(B, E, Device("two", identity="x"))
     ) as here:

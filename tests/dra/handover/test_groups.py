@@ -22,19 +22,19 @@ def links(pairs: dict[tuple[int, int], float], rest: float) -> dict[frozenset[st
 
 
 def test_pairs_are_groups() -> None:
-    """Devices that are tied in pairs move in pairs."""
+    """Devices that are linked in pairs are groups of two."""
     tied = links({(0, 2): 200.0, (1, 3): 200.0}, 10.0)
     assert link_groups(GPUS, tied) == (frozenset({"gpu0", "gpu2"}), frozenset({"gpu1", "gpu3"}))
 
 
 def test_a_full_mesh_is_no_group() -> None:
-    """Where every device is linked to every other alike, none belongs to another more than to the rest."""
+    """Devices that are all linked alike, or without links, have no groups."""
     assert link_groups(GPUS, links({}, 1200.0)) == ()
     assert link_groups(GPUS, {}) == ()
 
 
 def test_a_slice_offers_linked_devices_side_by_side() -> None:
-    """The scheduler takes devices from the front of a slice; linked ones stand together there."""
+    """A slice lists linked devices next to each other, because the scheduler takes devices from its front."""
     snapshot = InventorySnapshot("example.com/gpu", 1, {name: Device(name) for name in GPUS})
     order = ("gpu0", "gpu2", "gpu1", "gpu3")
     wanted = desired(Pool("gpu.example.com", "node", (Offer(snapshot, order=order),)))
@@ -43,7 +43,7 @@ def test_a_slice_offers_linked_devices_side_by_side() -> None:
 
 
 def test_devices_shared_differently() -> None:
-    """Each device of a slice takes as many claims as it has replicas."""
+    """Only a device with replicas is published with shares and `allowMultipleAllocations`."""
     snapshot = InventorySnapshot("example.com/gpu", 1, {name: Device(name) for name in GPUS[:2]})
     wanted = desired(Pool("gpu.example.com", "node", (Offer(snapshot, replicas={"gpu0": 3}),)))
     assert wanted is not None
@@ -54,7 +54,7 @@ def test_devices_shared_differently() -> None:
 
 
 def test_order_is_found_again_only_when_devices_or_links_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Looking at the slices again, as each Prepare does, costs next to nothing."""
+    """The order of devices by their links is computed again only when the devices or the links change."""
     tied = links({(0, 2): 200.0, (1, 3): 200.0}, 10.0)
     found = topology.arranged(GPUS, tied)
     asked: list[set[str]] = []

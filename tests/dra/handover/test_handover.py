@@ -1,4 +1,4 @@
-"""Which devices move, and what a move waits for."""
+"""Which devices move, and what their moves wait for."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from tests.model.flow import DEVICES, Flow, Outside, R, Source
 
 
 async def test_a_device_leaves_the_slice_at_once_and_waits_for_its_claim(tmp_path: Path) -> None:
-    """A claim that is allocated but not prepared is prepared although the slice is without its device."""
+    """An allocated device leaves the slices and stays until its claim, prepared meanwhile, has ended."""
     outside = Outside()
     flow = await Flow.begin(tmp_path, outside, Source())
     await flow.move(2)
@@ -64,7 +64,7 @@ async def test_a_device_leaves_the_slice_at_once_and_waits_for_its_claim(tmp_pat
 
 
 class Clock:
-    """Seconds that pass when a test says so."""
+    """A clock that stands still until a test changes it."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -79,7 +79,10 @@ class Clock:
 async def test_a_claim_that_keeps_a_device_is_read_seldom_and_claims_are_not_listed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An hour costs one list and some reads of that claim alone; the device moves when the claim has ended."""
+    """A claim keeps its device for an hour: claims are listed once, and the claim is read at most 40 times.
+
+    The device moves when the claim has ended.
+    """
     outside, clock = Outside(), Clock()
     flow = await Flow.begin(tmp_path, outside, Source())
     await flow.move(1)
@@ -117,7 +120,7 @@ async def test_a_claim_that_keeps_a_device_is_read_seldom_and_claims_are_not_lis
 
 
 async def test_a_list_that_fails_is_not_tried_at_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Devices that wait for a list of claims wait together, half a minute at most; then they move."""
+    """While lists of claims fail for an hour, 120 to 250 are tried for all devices together; then the devices move."""
     outside, clock = Outside(), Clock()
     flow = await Flow.begin(tmp_path, outside, Source())
     await flow.move(2)
@@ -146,7 +149,7 @@ async def test_a_list_that_fails_is_not_tried_at_every_step(tmp_path: Path, monk
 async def test_a_list_that_began_before_the_slice_was_accepted_ends_no_move(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever shared it: a claim may have been allocated the device after its moment. A later one ends the move."""
+    """A list of claims that began before the slice lost the device ends no move; a later list does."""
     flow = await Flow.begin(tmp_path, Outside(), Source())
     await flow.move(2)
     began = 4.0
@@ -169,7 +172,7 @@ async def test_a_list_that_began_before_the_slice_was_accepted_ends_no_move(
 async def test_a_share_that_is_forced_no_more_when_the_claims_are_listed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The list may take seconds; what counts is what is asked for then."""
+    """A forced share that is withdrawn while claims are listed forces no move."""
     flow = await Flow.begin(tmp_path, Outside(), Source())
     await flow.move(2)
 
@@ -187,7 +190,7 @@ async def test_a_share_that_is_forced_no_more_when_the_claims_are_listed(
 
 
 async def test_a_claim_that_comes_late_finds_its_device_at_another_try(tmp_path: Path) -> None:
-    """An idle device moves to DRA for it and is not turned round by the share before it is there."""
+    """An idle device moves to DRA for a claim at a share of 0, and returns after the claim's end."""
     outside = Outside()
     flow = await Flow.begin(tmp_path, outside, Source())
     outside.record("allocated", "1=a")
@@ -202,7 +205,7 @@ async def test_a_claim_that_comes_late_finds_its_device_at_another_try(tmp_path:
 async def test_a_step_that_follows_another_plans_with_the_new_device_lists(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The tasks that a move has woken run before the next step."""
+    """After a step with moves, woken tasks (the device lists) run before the next step."""
     flow = await Flow.begin(tmp_path, Outside(), Source())
     events: list[str] = []
     followed = asyncio.Event()
@@ -230,7 +233,7 @@ async def test_a_step_that_follows_another_plans_with_the_new_device_lists(
 
 
 def test_devices_that_a_claim_came_for_are_not_turned_round() -> None:
-    """Unless a pod has taken them meanwhile."""
+    """A device that moves to DRA for a waiting claim does not move back, if the share is 0 or used up."""
     states = {"a": State.TO_DRA, "b": State.DRA, "c": State.PLUGIN}
     assert plan(states, (), Share(0)).to_plugin == ("a", "b")
     assert plan(states, (), Share(0), expected={"a"}).to_plugin == ("b",)
@@ -238,7 +241,7 @@ def test_devices_that_a_claim_came_for_are_not_turned_round() -> None:
 
 
 def test_what_is_held_is_not_expected(tmp_path: Path) -> None:
-    """A pod that was given the device while it moved makes the claim wait."""
+    """A reserved claim's moving device is expected; once a pod is granted the device, it is held and not expected."""
     claim = Claim("d", "1", "default", "c", (ClaimDevice(R, "a"),), None, 1.0)
     with DirectLedger(str(tmp_path / "ledger.db")) as store:
         store.do(adopt(R, DEVICES, Side.PLUGIN, 1.0))
@@ -250,7 +253,7 @@ def test_what_is_held_is_not_expected(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_evidence_is_gathered_in_the_order_of_the_rule(tmp_path: Path, replicas: int) -> None:
-    """A device counts as shown only with none of its ids healthy; without a listener none does."""
+    """A device counts as withdrawn from the kubelet if none of its ids is healthy; without a kubelet, none counts."""
     with DirectLedger(str(tmp_path / "ledger.db")) as store:
         store.do(adopt(R, DEVICES, Side.PLUGIN, 1.0))
         store.do(operations.begin_move(R, DEVICES, Side.DRA, 1.0))
@@ -264,7 +267,7 @@ def test_evidence_is_gathered_in_the_order_of_the_rule(tmp_path: Path, replicas:
 
 
 def test_a_driver_moves_its_own_devices_and_those_of_none(tmp_path: Path) -> None:
-    """Those of another driver leave its slices first: that one's handover moves them, and no others."""
+    """A driver moves its own devices and those of no driver, but not those of another driver."""
     with DirectLedger(str(tmp_path / "ledger.db")) as store:
         store.do(adopt(R, "abc", Side.PLUGIN, 1.0))
         for name, driver in (("a", "d"), ("b", "e")):
@@ -290,7 +293,7 @@ def movable(now: RegisterSnapshot, resource: str, refused: Mapping[RecordKey, Re
 
 
 def test_parts_of_one_device_count_as_one(tmp_path: Path) -> None:
-    """Only the first decides; it is held if any part is, through whichever resource."""
+    """Of parts of one device only the first is planned; it is held if any part is held, also by another resource."""
     with DirectLedger(str(tmp_path / "ledger.db")) as store:
         store.do(adopt(R, ["a", "b", "d"], Side.PLUGIN, 0.0))
         store.do(adopt(S, ["c"], Side.PLUGIN, 0.0))
@@ -302,7 +305,7 @@ def test_parts_of_one_device_count_as_one(tmp_path: Path) -> None:
 
 
 def test_parts_follow_the_first(tmp_path: Path) -> None:
-    """Wherever it goes; one that is quarantined stays, and leads nobody."""
+    """The other parts follow the first part, in both directions and in both resources."""
     with DirectLedger(str(tmp_path / "ledger.db")) as store:
         store.do(adopt(R, ["a", "b", "d"], Side.PLUGIN, 0.0))
         store.do(adopt(S, ["c"], Side.PLUGIN, 0.0))
@@ -316,7 +319,7 @@ def test_parts_follow_the_first(tmp_path: Path) -> None:
 
 
 def test_a_claim_for_a_part_takes_all_along(tmp_path: Path) -> None:
-    """They move for the claim, also those that arrived before, and are not turned round by the share."""
+    """All parts move for a claim to one part, and a share of 0 does not reverse their move."""
     with DirectLedger(str(tmp_path / "ledger.db")) as store:
         store.do(adopt(R, ["a", "b"], Side.PLUGIN, 0.0))
         store.do(adopt(S, ["c"], Side.PLUGIN, 0.0))
@@ -337,12 +340,15 @@ def test_a_claim_for_a_part_takes_all_along(tmp_path: Path) -> None:
 
 
 def refused_now(now: RegisterSnapshot, *devices: str) -> dict[RecordKey, RefusedClaim]:
-    """Return claim 1 of driver d as it is kept after a refusal."""
+    """Return claim 1 of driver d as it is recorded after a refusal."""
     return {("d", "1"): RefusedClaim("default/c", {(R, name): now.device(R, name).sequence for name in devices})}
 
 
 def test_a_refused_claim_takes_held_devices_once(tmp_path: Path) -> None:
-    """The move of its device and of the device's group begins and is not reversed, but none begins after an end."""
+    """A refused claim begins the move of its held devices and their groups, once.
+
+    The move is not reversed while the claim is kept, and is not begun again after it was reversed.
+    """
     with DirectLedger(str(tmp_path / "ledger.db")) as store:
         store.do(adopt(R, ["a", "b", "d"], Side.PLUGIN, 0.0))
         store.do(adopt(S, ["c"], Side.PLUGIN, 0.0))
@@ -363,7 +369,7 @@ def test_a_refused_claim_takes_held_devices_once(tmp_path: Path) -> None:
 
 
 def test_no_refused_claim_takes_devices_while_pods_have_some_by_limits_from_both_sides(tmp_path: Path) -> None:
-    """The same applies to the devices that would move together with the claim's."""
+    """A refused claim moves no device, and no group with one, whose resource has pods by limits on both sides."""
     with DirectLedger(str(tmp_path / "ledger.db")) as store:
         store.do(adopt(R, ["a", "b", "d"], Side.PLUGIN, 0.0))
         store.do(adopt(S, ["c"], Side.PLUGIN, 0.0))

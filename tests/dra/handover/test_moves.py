@@ -1,4 +1,4 @@
-"""Moves of a whole agent's devices on the embedded node: shared devices, and moves that are cancelled on their way."""
+"""Moves of an agent's devices on the embedded node: shared devices, cancelled moves, unplugged devices."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.dra.agents import D, R, fpgas, on_node
 async def test_what_a_move_waits_for_is_reported_after_a_restart(
     node: FakeNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The slice's annotation says what a device waits for now, not what it waited for when its state last changed."""
+    """After a restart, agent and annotation say again that a device's move waits for its pod."""
     monkeypatch.setattr(slice_feed, "HOLDERS", 0.1)
     async with on_node(node, fpgas(1)) as here:
         await here.run("p", {R: 1})
@@ -34,7 +34,7 @@ async def test_what_a_move_waits_for_is_reported_after_a_restart(
 
 
 async def test_a_shared_device_moves_as_a_whole(node: FakeNode) -> None:
-    """It waits for all of its pods, goes to as many claims, waits for all of these, and comes back whole."""
+    """A shared device moves to DRA when its last pod has ended, serves two claims, and returns after both."""
     async with on_node(node, fpgas(1, replicas=2)) as here:
         await here.until(lambda: here.healthy() == {"d0::0", "d0::1"})
         plain = [await asyncio.to_thread(node.run_pod, name, {R: 1}) for name in ("p0", "p1")]
@@ -63,7 +63,7 @@ async def test_a_shared_device_moves_as_a_whole(node: FakeNode) -> None:
 
 
 async def test_moves_and_claims_are_in_the_log(node: FakeNode, caplog: pytest.LogCaptureFixture) -> None:
-    """The lines are in plain words, and resource, device, pod and claim are fields of their own."""
+    """The log tells of moves and claims in lines with fields for resource, device, pod and claim."""
     caplog.set_level(logging.DEBUG)
     async with on_node(node, fpgas(1)) as here:
         pod = await here.run("p", {R: 1})
@@ -93,7 +93,10 @@ async def test_moves_and_claims_are_in_the_log(node: FakeNode, caplog: pytest.Lo
 async def test_a_move_to_the_plugin_is_cancelled_after_the_slice_has_lost_the_device(
     node: FakeNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was withdrawn is published again; evidence of the cancelled move counts for no later one."""
+    """A move to the plugin is cancelled after the slice lost the device: the device is published and claimed again.
+
+    A later move to the plugin waits for that claim.
+    """
     async with on_node(node, fpgas(1)) as here:
         here.ask("all")
         await here.settle(State.DRA)
@@ -101,7 +104,7 @@ async def test_a_move_to_the_plugin_is_cancelled_after_the_slice_has_lost_the_de
         allocated = driver.devices.evidence.allocated
 
         async def away() -> object:
-            # The first list lets the device leave the slices, the second one would end the move.
+            # The first list of claims lets the device leave the slices, the second one would end the move.
             if driver.feed.withdrawn(R, "d0") is not None:
                 asked.set()
                 raise ClusterError("the API server is away")
@@ -129,9 +132,9 @@ async def test_a_move_to_the_plugin_is_cancelled_after_the_slice_has_lost_the_de
 async def test_an_unplugged_device_is_forgotten_once_nobody_holds_it(
     node: FakeNode, share: str, held: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """On either side it leaves slices, annotation and ledger; one that comes back is offered again.
+    """An unplugged device is forgotten once it has no holder; when it is back it is offered again.
 
-    The log warns if it had a holder, says that it is forgotten, and not that it was moved.
+    The log warns if it had a holder, says that its record is deleted, and does not say that it moved.
     """
     caplog.set_level(logging.INFO)
     source = fpgas(2)
@@ -162,7 +165,7 @@ async def test_an_unplugged_device_is_forgotten_once_nobody_holds_it(
 
 
 async def test_a_device_that_is_unplugged_on_its_way_to_the_plugin_does_not_wait_for_ever(node: FakeNode) -> None:
-    """It waits for its claim, and is forgotten when the claim has ended."""
+    """A claimed device is unplugged while it moves to the plugin: it is forgotten when the claim ends."""
     source = fpgas(2)
     async with on_node(node, source) as here:
         here.ask("all")
@@ -177,7 +180,10 @@ async def test_a_device_that_is_unplugged_on_its_way_to_the_plugin_does_not_wait
 
 
 async def test_a_claim_gets_the_device_that_pods_by_limits_would_have_without_a_pause(node: FakeNode) -> None:
-    """The device is withheld when its claim is refused, moves when its present holder ends, and returns later."""
+    """A refused claim gets the pod's device when the pod ends, before a waiting pod with limits.
+
+    The device is withheld from pods meanwhile, and returns to the plugin when the claim has ended.
+    """
     async with on_node(node, fpgas(1)) as here:
         holder = await here.run("p0", {R: 1})
         following = node.start_pod("p1", {R: 1})
@@ -201,7 +207,10 @@ async def test_a_claim_gets_the_device_that_pods_by_limits_would_have_without_a_
 async def test_a_withheld_device_returns_when_its_claim_is_gone(
     node: FakeNode, monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
-    """Although its holder still runs; a later refusal withholds the device again."""
+    """A device withheld for a refused claim returns to the plugin when the claim is unprepared or not tried again.
+
+    Its holder still runs. A later refusal withholds the device again.
+    """
     async with on_node(node, fpgas(1)) as here:
         holder = await here.run("p0", {R: 1})
         claim = here.allocate("c", D, here.names["d0"])

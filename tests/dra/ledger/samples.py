@@ -1,4 +1,4 @@
-"""Claims, evidence, a ledger without an event loop, and connections that fail or are watched."""
+"""Helpers of the ledger's tests: claims, evidence, a ledger without an event loop, failing and watched connections."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ R = "example.com/fpga"
 D = "fpga.example.com"
 T0 = 1_700_000_000.0
 VIEW = View("1")
-"""Of a node whose boot is "1", where nothing is known but the ledger's records."""
+"""A node in boot "1", about which only the ledger's records are known."""
 
 
 class DirectLedger(Ledger):
@@ -42,7 +42,7 @@ class DirectLedger(Ledger):
         self.close()
 
     def do(self, operation: Operation[_T]) -> _T:
-        """Decide and record one operation; raise what it fails with."""
+        """Decide and record one operation; return its answer, or raise its error."""
         (answer,) = self.do_all([operation])
         self.tidy()
         if self.copy:
@@ -53,12 +53,12 @@ class DirectLedger(Ledger):
 
 
 def put_aside(path: str) -> list[str]:
-    """The files that could not be used, without their journals, the oldest first."""
+    """The ledger files that were put aside as unusable, without their journals, the oldest first."""
     return sorted(glob.glob(f"{path}.aside-*Z"))
 
 
 def adopt(resource: str, devices: Collection[str], side: Side, now: float) -> Operation[Reconciled]:
-    """Record devices that nobody holds on this side, unless they are known."""
+    """Record devices without a holder on this side, unless the ledger has them."""
     return operations.reconcile_evidence(resource, Evidence(), devices, side, now)
 
 
@@ -78,7 +78,7 @@ def claim(
 def grant(
     resource: str, ids: Mapping[str, str], now: float = T0, *, amount: Amount = WHOLE, identity: Identity = UNIDENTIFIED
 ) -> Operation[Refused | Excluded | None]:
-    """Give devices, by id of the kubelet's, to a container."""
+    """Grant devices to a container. ids: the device of each of the kubelet's ids."""
     wanted = {name: Wanted((resource, device), identity, amount) for name, device in ids.items()}
     return operations.grant(resource, wanted, VIEW, now)
 
@@ -100,13 +100,13 @@ def state(store: DirectLedger, device: str = "a") -> State:
 
 
 def kubelet(store: DirectLedger, *, held: dict[str, ObservedAllocation] | None = None) -> KubeletEvidence:
-    """Evidence in which everything is as the commit to DRA wants it."""
+    """Evidence that lets a move of a and b to DRA be committed."""
     sequence = store.snapshot.sequence
     return KubeletEvidence(sequence, {"a": 1.0, "b": 1.0}, KubeletSnapshot(sequence, 3.0, True, held or {}))
 
 
 def seen(store: DirectLedger, at: float = 1.0, *, current: bool = True, **held: str) -> KubeletSnapshot:
-    """What checkpoint and cgroups say now; a="u1/main u2/init" is held by these containers."""
+    """A snapshot by checkpoint and cgroups; a="u1/main u2/init": these containers hold a."""
     return KubeletSnapshot(
         store.snapshot.sequence,
         at,
@@ -122,7 +122,7 @@ def held_by(device_id: str, *holders: str, sure: bool = True) -> ObservedAllocat
 
 
 def cluster(store: DirectLedger, allocated: dict[str, str] | None = None) -> ClusterEvidence:
-    """Evidence in which everything is as the commit to the plugin wants it."""
+    """Evidence that lets a move of a and b to the plugin be committed."""
     return ClusterEvidence(store.snapshot.sequence, {"a": 1.0, "b": 1.0}, 2.0, allocated or {})
 
 
@@ -133,7 +133,7 @@ def to_dra(store: DirectLedger, *devices: str) -> None:
 
 
 class Flaky:
-    """A connection on which chosen statements fail."""
+    """A SQLite connection on which statements fail that begin with one of these words."""
 
     def __init__(self, path: str, fails: set[str]) -> None:
         self._inner = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
@@ -152,7 +152,7 @@ class Flaky:
 
 
 class Watched:
-    """A connection whose changes are steps: one before each statement that changes the file, one after a commit."""
+    """A connection that calls `step` before each statement that changes the file, and after each commit."""
 
     def __init__(self, inner: Any, step: Callable[[str], None]) -> None:
         self._inner = inner
@@ -160,7 +160,7 @@ class Watched:
 
     @classmethod
     def by(cls, step: Callable[[str], None], connect: Callable[[str], Any] = connected) -> Callable[[str], Any]:
-        """Return what opens such a connection; step: called with the statement."""
+        """Return a function that opens such a connection. step: called with the statement."""
         return lambda path: cls(connect(path), step)
 
     def execute(self, sql: str, *args: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The ledger's operations and the rules that they obey."""
+"""The ledger's operations and their rules."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ Ask = Callable[..., Operation[Any]]
 
 @pytest.mark.parametrize("to", [State.DRA, State.TO_PLUGIN, State.QUARANTINED])
 def test_allocate_is_refused_elsewhere_and_says_which_device_where_since_when(store: DirectLedger, to: State) -> None:
-    """The refusal names all that a reader of the pod's event wants to know."""
+    """Allocate of a device on another side grants none; the refusal names the device, its state and since when."""
     to_dra(store)
     if to is State.TO_PLUGIN:
         store.do(operations.begin_move(R, ["a"], Side.PLUGIN, T0))
@@ -85,7 +85,7 @@ def test_allocate_is_refused_elsewhere_and_says_which_device_where_since_when(st
 
 
 def test_a_claim_does_not_pull_a_held_device(store: DirectLedger) -> None:
-    """A pod has it; the claim waits for a person or the pod."""
+    """A claim to a device that a pod holds is refused, names the pod as holder, and begins no move."""
     store.do(grant(R, {"a": "a"}, T0))
     refusal = store.do(reserve(claim("1", "a"), durable=True, move_idle=True))
     assert isinstance(refusal, Refused)
@@ -95,7 +95,10 @@ def test_a_claim_does_not_pull_a_held_device(store: DirectLedger) -> None:
 
 @pytest.mark.parametrize(("plugin", "dra"), [(True, True), (True, False), (False, True)])
 def test_a_claim_pulls_nothing_beside_limits_of_both_sides(store: DirectLedger, plugin: bool, dra: bool) -> None:
-    """The kubelet would count fewer devices than its pods have, and end some of them at its restart."""
+    """A claim begins no move while pods have devices by limits on both sides of its resource.
+
+    The kubelet would count fewer devices than its pods have, and end some of them at its restart.
+    """
     to_dra(store, "b")
     by_limits = claim("2", "b")
     one = by_limits.devices[0]
@@ -113,7 +116,10 @@ def test_a_claim_pulls_nothing_beside_limits_of_both_sides(store: DirectLedger, 
 @pytest.mark.parametrize("both", [True, False])
 @pytest.mark.parametrize("of_claim", [True, False])
 def test_a_claim_pulls_all_of_its_devices_or_none(store: DirectLedger, of_claim: bool, both: bool) -> None:
-    """One that must stay, of the claim or of those that would follow, keeps all; the refusal names its resource."""
+    """If one of a claim's devices, or of those that move along, may not move, none moves.
+
+    The refusal names the resource whose pods have devices by limits on both sides.
+    """
     other = "example.com/other"
     store.do(adopt(other, ["c", "x", "y"], Side.PLUGIN, T0))
     store.do(operations.begin_move(other, ["y"], Side.DRA, T0))
@@ -136,7 +142,7 @@ def test_a_claim_pulls_all_of_its_devices_or_none(store: DirectLedger, of_claim:
 
 
 def test_a_reservation_in_memory_holds_until_the_process_ends(store: DirectLedger, path: str) -> None:
-    """It keeps a move from ending under a driver's feet, and costs no fsync."""
+    """A reservation in memory is not written, delays a move to the plugin, and is gone after a restart."""
     to_dra(store)
     sequence = store.snapshot.sequence
     assert isinstance(store.do(reserve(claim("1", "a"), durable=False)), Claim)
@@ -151,7 +157,7 @@ def test_a_reservation_in_memory_holds_until_the_process_ends(store: DirectLedge
 
 
 def test_a_durable_reservation_survives_and_can_be_completed(store: DirectLedger, path: str) -> None:
-    """A driver whose hooks leave traces can undo them after a crash."""
+    """A durable reservation survives a restart, and can be completed and reopened."""
     to_dra(store)
     store.do(reserve(claim("1", "a"), durable=False))
     store.do(reserve(claim("1", "a"), durable=True))
@@ -198,7 +204,7 @@ def broken(evidence: KubeletEvidence) -> dict[str, KubeletEvidence]:
 
 
 def test_a_move_to_dra_ends_only_with_all_of_its_evidence_in_order(store: DirectLedger) -> None:
-    """Every single piece is needed, and the answer says which one is missing."""
+    """A move to DRA is committed only with all of its evidence; else the answer says which evidence is missing."""
     store.do(operations.begin_move(R, ["a"], Side.DRA, T0))
     for what, evidence in broken(kubelet(store)).items():
         done = store.do(operations.commit_to_dra(R, ["a"], evidence, T0))
@@ -211,7 +217,7 @@ def test_a_move_to_dra_ends_only_with_all_of_its_evidence_in_order(store: Direct
 
 
 def test_a_move_to_the_plugin_ends_only_with_all_of_its_evidence(store: DirectLedger) -> None:
-    """The slice accepted, then a list without an allocation, and nothing prepared."""
+    """A move to the plugin needs the slice accepted, then a list of claims without an allocation of the device."""
     to_dra(store)
     store.do(operations.begin_move(R, ["a"], Side.PLUGIN, T0))
     good = cluster(store)
@@ -228,7 +234,7 @@ def test_a_move_to_the_plugin_ends_only_with_all_of_its_evidence(store: DirectLe
 
 
 def test_a_move_turns_round_and_is_cancelled(store: DirectLedger) -> None:
-    """Before its commit nothing is final."""
+    """A move that is not committed can be reversed, to either side."""
     for to, begun in ((Side.DRA, State.TO_DRA), (Side.PLUGIN, State.PLUGIN)):
         assert store.do(operations.begin_move(R, ["a"], to, T0)) == {"a": begun}
     to_dra(store)
@@ -238,7 +244,7 @@ def test_a_move_turns_round_and_is_cancelled(store: DirectLedger) -> None:
 
 
 def test_devices_are_adopted_once_and_forgotten_when_free(store: DirectLedger) -> None:
-    """A new default does not move what is known; a held device is not forgotten."""
+    """A known device keeps its side at another default; only free devices are forgotten."""
     assert store.do(adopt(R, ["a", "c"], Side.DRA, T0)).changed == {"c": State.DRA}
     assert (state(store, "a"), state(store, "c")) == (State.PLUGIN, State.DRA)
     store.do(grant(R, {"a": "a"}, T0))
@@ -249,7 +255,7 @@ def test_devices_are_adopted_once_and_forgotten_when_free(store: DirectLedger) -
 
 
 def test_settings_survive(store: DirectLedger, path: str) -> None:
-    """A value is there after a restart, until it is replaced or dropped; the same value costs no write."""
+    """A setting is there after a restart, until it is replaced or dropped; the same value is not written again."""
     store.do(operations.set_setting("share", R, "all"))
     sequence = store.snapshot.sequence
     store.do(operations.set_setting("share", R, "all"))
@@ -269,13 +275,13 @@ def test_settings_survive(store: DirectLedger, path: str) -> None:
 
 
 def by(driver: str, one: Claim) -> Claim:
-    """The same claim, of another driver."""
+    """Return the same claim, of another driver."""
     return replace(one, driver=driver)
 
 
 @pytest.mark.parametrize("ask", [prepare, partial(reserve, durable=True)])
 def test_a_claim_gets_devices_of_its_own_driver_alone(store: DirectLedger, path: str, ask: Ask) -> None:
-    """Another driver's claim is refused and moves nothing, also after a restart; the refusal names the driver."""
+    """A claim of another driver is refused and begins no move, also after a restart; the refusal names the driver."""
     store.do(operations.begin_move(R, ["a"], Side.DRA, T0, driver=D))
     refusal = store.do(ask(by(OTHER, claim("1", "a")), move_idle=True))
     assert isinstance(refusal, Refused)
@@ -291,7 +297,7 @@ def test_a_claim_gets_devices_of_its_own_driver_alone(store: DirectLedger, path:
 
 
 def test_a_device_goes_to_another_driver_by_way_of_the_plugins_side(store: DirectLedger) -> None:
-    """It leaves the slices of the one first, whoever asks for that."""
+    """A device of one driver moves to the plugin's side before it can move to another driver."""
     store.do(operations.begin_move(R, ["a"], Side.DRA, T0, driver=D))
     assert store.do(operations.begin_move(R, ["a"], Side.PLUGIN, T0)) == {"a": State.PLUGIN}
     store.do(operations.begin_move(R, ["a"], Side.DRA, T0, driver=D))
@@ -309,7 +315,10 @@ def test_a_device_goes_to_another_driver_by_way_of_the_plugins_side(store: Direc
 
 
 def test_what_a_former_holder_has_survives_until_it_ends(store: DirectLedger, path: str) -> None:
-    """A restart does not forget its numbers and its part, nor give them to the next holder."""
+    """A former holder's numbers and part stay recorded over a restart until the holder ends.
+
+    Even when the id was granted again.
+    """
     part, former = Amount("1/2", (("memory", "bytes", "5"),)), frozenset({("u1", "main")})
     before, now = (seen_as("1", "hardware:pci:0#tty", number) for number in ("char:240:1", "char:240:2"))
     store.do(grant(R, {"a": "a"}, amount=part, identity=before))
@@ -346,7 +355,7 @@ def test_what_a_former_holder_has_survives_until_it_ends(store: DirectLedger, pa
 def test_an_id_given_again_counts_as_its_larger_amount(
     store: DirectLedger, before: Amount, now: Amount, after: Amount
 ) -> None:
-    """The holder before may run on until the evidence says otherwise; what it has is not forgotten."""
+    """An id that is granted again counts as the larger amount until its earlier holder has ended."""
     store.do(grant(R, {"a": "a"}, amount=before, identity=N1))
     store.do(operations.observe(R, seen(store, a="u1/main"), T0))
     store.do(grant(R, {"a": "a"}, amount=now))
@@ -359,7 +368,10 @@ def test_an_id_given_again_counts_as_its_larger_amount(
 
 
 def test_a_prepared_claim_reaches_the_nodes_in_its_cdi_file(store: DirectLedger) -> None:
-    """A new number of its device is recorded before the CDI file gets it, not when the device is listed with it."""
+    """A new device number counts for a reserved claim at once; a prepared claim keeps its number.
+
+    A prepared claim gets a new number recorded before its CDI file has it.
+    """
     to_dra(store, "a", "b")
     store.do(reserve(claim("1", "a"), durable=True))
     store.do(prepare(claim("2", "b")))
@@ -374,7 +386,7 @@ def test_a_prepared_claim_reaches_the_nodes_in_its_cdi_file(store: DirectLedger)
 
 
 def test_a_reservation_that_was_durable_stays_so(store: DirectLedger, path: str) -> None:
-    """What the hooks did before a reload dropped them is to be undone after a crash as before."""
+    """A durable reservation stays durable if the claim is reserved again in memory, also with more devices."""
     to_dra(store, "a", "b")
     store.do(reserve(claim("1", "a"), durable=True))
     for again in (claim("1", "a"), claim("1", "a", "b")):
@@ -399,6 +411,6 @@ def test_a_reservation_that_was_durable_stays_so(store: DirectLedger, path: str)
 def test_the_plugin_serves_pods_of_the_states_in_which_they_may_have_devices(
     states: tuple[State, ...], serves: bool
 ) -> None:
-    """While all devices are on the DRA side, also those that are to return, the plugin has no pods."""
+    """The plugin serves pods unless all devices of the resource are for claims or are still to return."""
     changes = [Change("devices", (R, str(n)), DeviceRecord(R, str(n), state, T0)) for n, state in enumerate(states)]
     assert RegisterSnapshot().with_changes(changes, 1).serves_pods(R) is serves

@@ -1,4 +1,4 @@
-"""What becomes of the ledger when it is compared with evidence."""
+"""The reconciliation of the ledger with evidence."""
 
 from __future__ import annotations
 
@@ -27,7 +27,11 @@ from tests.identities import seen_as
 
 
 def test_an_empty_ledger_is_rebuilt_from_evidence(path: str) -> None:
-    """A claim or CDI file: DRA; the checkpoint: plugin; both: quarantine; neither: the default."""
+    """An empty ledger gets a device's side from evidence.
+
+    A claim or CDI file: DRA. The checkpoint: the plugin. Both: quarantine, until the checkpoint's holder is gone.
+    Neither: the default.
+    """
     evidence = Evidence(
         {"p": held_by("p", "u1/main"), "both": held_by("both", "u1/main")},
         [
@@ -58,7 +62,7 @@ def test_an_empty_ledger_is_rebuilt_from_evidence(path: str) -> None:
 
 
 def test_a_quarantined_device_stays_while_others_are_reconciled(store: DirectLedger) -> None:
-    """A device that is plugged in brings no evidence about the others; the ledger's claim counts, too."""
+    """A device held on both sides stays quarantined until its claim ends, whatever evidence of others says."""
     evidence = Evidence(
         {"a": ObservedAllocation("a", "default/p")}, [ClaimEvidence(D, "1", frozenset({"a"}), prepared=True)]
     )
@@ -74,7 +78,10 @@ def test_a_quarantined_device_stays_while_others_are_reconciled(store: DirectLed
 
 
 def test_a_checkpoint_that_may_be_old_accuses_nobody(store: DirectLedger) -> None:
-    """It shows ended pods: on the DRA side the device is uncertain, on the plugin's side held."""
+    """A holder in a checkpoint that may be old quarantines no device; a sure holder does.
+
+    Such a device is uncertain on the DRA side, and held on the plugin's side.
+    """
     to_dra(store, "b")
     held = {device_id: held_by(device_id, f"uid-{device_id}/main", sure=False) for device_id in ("a", "b")}
     found = store.do(operations.reconcile_evidence(R, Evidence(held), ["a", "b"], Side.PLUGIN, T0))
@@ -89,7 +96,7 @@ def test_a_checkpoint_that_may_be_old_accuses_nobody(store: DirectLedger) -> Non
 
 
 def test_evidence_of_a_sleeping_checkpoint_puts_no_new_device_anywhere(store: DirectLedger) -> None:
-    """A pod that it does not name yet may have it; one that is on the plugin's side is safe there."""
+    """Without a current checkpoint a device without a holder gets no side, and is uncertain on the DRA side."""
     to_dra(store, "b")
     done = store.do(operations.reconcile_evidence(R, Evidence(current=False), ["a", "b", "new"], Side.DRA, T0))
     assert (done.changed, done.uncertain) == ({}, ("b", "new"))
@@ -102,7 +109,7 @@ def test_evidence_of_a_sleeping_checkpoint_puts_no_new_device_anywhere(store: Di
 
 
 def test_a_claim_known_from_its_file_gets_its_name_once(store: DirectLedger) -> None:
-    """So that it can be asked about; what has a name keeps it, and pods that come to share it are added."""
+    """A claim known from its file gets its name once; pods that come to share it are added."""
     file = ClaimEvidence(D, "1", frozenset({"new"}), prepared=True)
     store.do(operations.reconcile_evidence(R, Evidence({}, [file]), ["new"], Side.PLUGIN, T0))
     for name, pod in (("first", "u1"), ("second", "u2")):
@@ -117,7 +124,7 @@ def test_a_claim_known_from_its_file_gets_its_name_once(store: DirectLedger) -> 
 
 
 def test_a_claim_over_two_resources_is_found_once_for_each_of_them(store: DirectLedger, path: str) -> None:
-    """The ledger is lost: both resources' evidence goes into one record, which holds and unprepares all of it."""
+    """After a loss of the ledger, evidence of two resources about one claim becomes one record with both devices."""
     other = "example.com/nic"
     granted = (ClaimDevice(R, "a", "share-1"),)
     state_file = ClaimEvidence(D, "1", frozenset({"a"}), True, "ml", "train", frozenset({"u1"}), granted)
@@ -136,7 +143,10 @@ def test_a_claim_over_two_resources_is_found_once_for_each_of_them(store: Direct
 
 
 def test_a_claim_that_is_found_twice_is_one_claim(store: DirectLedger) -> None:
-    """What comes first is known best; the rest adds devices, pods and the name. Seen devices are not held."""
+    """Evidence that names a claim several times makes one record.
+
+    The first evidence of a device counts; later evidence adds devices, pods and the name.
+    """
     store.do(operations.forget(R, ["a"]))
     granted = (
         ClaimDevice(R, "a", "s", identity=seen_as("b", "uuid:1"), amount=Amount("1/2")),
@@ -159,7 +169,10 @@ def test_a_claim_that_is_found_twice_is_one_claim(store: DirectLedger) -> None:
 
 
 def test_a_claims_file_names_devices_that_a_ledger_from_before_lacks(store: DirectLedger) -> None:
-    """The claim was allocated anew since: it may have what it had before, too, and its answer is not of now."""
+    """A claim's file adds a device that a restored ledger lacks, and the claim's answer no longer counts.
+
+    A claim that was unprepared does not come back by its file.
+    """
     to_dra(store, "a", "b")
     store.do(prepare(claim("1", "a")))
     files = [replace(claim("1", "b"), pods=frozenset({"u1"})), claim("2", "x")]
@@ -174,7 +187,10 @@ def test_a_claims_file_names_devices_that_a_ledger_from_before_lacks(store: Dire
 
 
 def test_evidence_does_not_bring_back_a_claim_that_was_unprepared(store: DirectLedger) -> None:
-    """It was read before the Unprepare, or the kubelet has not noted it yet; only a new Prepare counts."""
+    """Evidence of a claim does not restore a claim that was unprepared; a new Prepare does.
+
+    The evidence may have been read before the Unprepare.
+    """
     to_dra(store)
     old = Evidence(claims=[ClaimEvidence(D, "1", frozenset({"a"}), prepared=True)])
     for prepared in (claim("1", "a"), replace(claim("1", "a"), result=None, durable=False)):
@@ -195,7 +211,7 @@ def test_evidence_does_not_bring_back_a_claim_that_was_unprepared(store: DirectL
 
 
 def test_only_the_last_unprepared_claims_are_remembered(store: DirectLedger, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Evidence of an earlier one makes it held again, until the next reconciliation of claims."""
+    """The ledger remembers the last unprepared claims (here 2); evidence of an earlier one restores that claim."""
     monkeypatch.setattr(operations, "KEEP_ENDED", 2)
     to_dra(store)
     for uid in ("1", "2", "3"):

@@ -1,4 +1,4 @@
-"""The ledger's file, and what becomes of it when things break."""
+"""The ledger's file: damage, crashes, full disks and a second agent."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ from tests.identities import seen_as
 
 
 def test_a_directory_in_place_of_the_file_is_put_aside(path: str) -> None:
-    """A hostPath of type DirectoryOrCreate that named the file has made it, say."""
+    """A directory at the ledger's path, as a hostPath of type DirectoryOrCreate makes it, is put aside."""
     os.makedirs(path)
     with DirectLedger(path) as opened:
         assert opened.fresh
@@ -75,7 +75,7 @@ def test_a_directory_in_place_of_the_file_is_put_aside(path: str) -> None:
 
 
 def test_a_file_that_can_only_be_read_is_put_aside(path: str) -> None:
-    """Its header says that a newer SQLite wrote it: every write would fail, for ever."""
+    """A ledger file whose header allows reads only, as of a newer SQLite, is put aside."""
     filled(path)
     with open(path, "r+b") as file:
         file.seek(18)
@@ -86,7 +86,7 @@ def test_a_file_that_can_only_be_read_is_put_aside(path: str) -> None:
 
 
 def test_a_second_agent_stands_by_until_the_first_ends(path: str) -> None:
-    """A rolling update: the next agent has the ledger the moment the old one lets go."""
+    """A second agent waits until the first closes the ledger, and then has its records."""
     first = DirectLedger(path)
 
     async def second() -> int:
@@ -104,7 +104,10 @@ def test_a_second_agent_stands_by_until_the_first_ends(path: str) -> None:
 
 @pytest.mark.parametrize("removed", ["ledger.db", "ledger.db-wal", "ledger.db.lock", "."])
 def test_a_ledger_removed_under_an_agent_grants_nothing_any_more(path: str, removed: str) -> None:
-    """Not even when the files are back: another agent may have had the ledger meanwhile."""
+    """After a ledger file is removed, all grants fail, also when the file is back.
+
+    Another agent may have had the ledger meanwhile.
+    """
     with DirectLedger(path) as store:
         store.do(adopt(R, ["a", "b"], Side.PLUGIN, T0))
         store.do(grant(R, {"a": "a"}, T0))
@@ -119,7 +122,7 @@ def test_a_ledger_removed_under_an_agent_grants_nothing_any_more(path: str, remo
 
 
 def test_a_ledger_that_another_agent_made_anew_grants_nothing_to_the_first(path: str) -> None:
-    """With its directory the first one lost its lock."""
+    """After the ledger's directory is removed and another agent makes a new ledger, the first agent's grants fail."""
     with DirectLedger(path) as store:
         store.do(adopt(R, ["a"], Side.PLUGIN, T0))
         shutil.rmtree(Path(path).parent)
@@ -131,7 +134,7 @@ def test_a_ledger_that_another_agent_made_anew_grants_nothing_to_the_first(path:
 
 
 def test_a_disk_that_loses_what_was_written_ends_the_ledger(path: str) -> None:
-    """After a failed write the file is read again; if it is older than what was answered, nothing is granted."""
+    """After a failed write the file is read again; if it is older than an answered operation, all grants fail."""
     failing: list[str] = []
 
     def step(statement: str) -> None:
@@ -165,13 +168,13 @@ static void note(void) {
 int fdatasync(int fd) { note(); return ((int (*)(int)) dlsym(RTLD_NEXT, "fdatasync"))(fd); }
 int fsync(int fd) { note(); return ((int (*)(int)) dlsym(RTLD_NEXT, "fsync"))(fd); }
 """
-"""Notes each sync of the process that it is loaded into."""
+"""A library that notes each sync of the process that loads it."""
 
 
 def test_what_must_survive_a_power_failure_is_synced_before_the_answer(tmp_path: Path) -> None:
-    """Sides, what a hook is about to change, and how much of a device a sharer has.
+    """A begun move, a claim whose hooks are to run, a setting, and a sharer's amount are synced before the answer.
 
-    No holder survives the machine, so a grant is not waited for.
+    A grant, the claim of a whole device and an Unprepare are not synced: no holder survives a power failure.
     """
     source, library, notes = tmp_path / "syncs.c", tmp_path / "syncs.so", tmp_path / "notes"
     source.write_text(SYNCS)
@@ -211,7 +214,7 @@ for operation in (
 
 
 def test_what_is_closed_answers_with_an_error(path: str) -> None:
-    """Nobody gets a grant from a ledger that another agent may have by now."""
+    """A grant from a closed ledger is an error, because another agent may have the ledger."""
     store = DirectLedger(path)
     store.close()
     with pytest.raises(LedgerError):
@@ -220,7 +223,7 @@ def test_what_is_closed_answers_with_an_error(path: str) -> None:
 
 @pytest.mark.parametrize("version", [0, 6, 8, 99])
 def test_a_file_of_another_schema_is_put_aside(store: DirectLedger, path: str, version: int) -> None:
-    """Older or newer: never a reason to stay down, never lost."""
+    """A file with an older or newer schema version is put aside, and an empty ledger is made."""
     store.close()
     with contextlib.closing(sqlite3.connect(path)) as raw:
         raw.execute(f"PRAGMA user_version = {version}")
@@ -231,7 +234,7 @@ def test_a_file_of_another_schema_is_put_aside(store: DirectLedger, path: str, v
 
 
 def test_only_the_latest_damaged_files_are_kept(path: str) -> None:
-    """A disk that eats ledgers does not fill up with them."""
+    """Of eight damaged files that were put aside, the latest five are kept."""
     os.makedirs(os.path.dirname(path))
     for _ in range(8):
         Path(path).write_bytes(b"not a database at all, by any measure" * 100)
@@ -252,7 +255,7 @@ def filled(path: str) -> bytes:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, RegisterSnapshot]:
-    """A filled ledger's file, and what it knows."""
+    """A filled ledger's file, and its records."""
     path = str(tmp_path_factory.mktemp("whole") / "ledger.db")
     written = filled(path)
     with DirectLedger(path) as opened:
@@ -264,7 +267,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, RegisterSnap
 def test_any_damage_is_noticed_or_harmless(
     tmp_path_factory: pytest.TempPathFactory, whole: tuple[bytes, RegisterSnapshot], data: st.DataObject
 ) -> None:
-    """Truncated or with changed bytes: the ledger opens, and is either as it was or put aside and empty."""
+    """A truncated or changed file opens with all records as before, or is put aside and the ledger is empty."""
     path = str(tmp_path_factory.mktemp("damage") / "ledger.db")
     written, before = whole
     damaged = bytearray(written)
@@ -283,7 +286,7 @@ def test_any_damage_is_noticed_or_harmless(
 
 
 def test_a_damaged_write_ahead_log_ends_where_it_is_damaged(tmp_path: Path) -> None:
-    """SQLite's own checksums: what follows the damage never happened, what precedes it did."""
+    """With a damaged write-ahead log, the ledger has the operations before the damage and none after it."""
     path = str(tmp_path / "ledger.db")
     opened = DirectLedger(path)
     opened.do(adopt(R, ["a"], Side.PLUGIN, T0))
@@ -318,7 +321,7 @@ def copy(tmp_path: Path) -> str:
 
 
 def test_a_new_ledger_has_the_allocations_of_the_copy(path: str, copy: str) -> None:
-    """They are its own records, also at the start after it; they end as all others do."""
+    """A ledger made after a loss has the copy's allocations, which exclude other grants, survive, and end."""
     with DirectLedger(path, copy) as opened:
         opened.do(adopt(R, ["a", "b"], Side.PLUGIN, T0))
         for name in ("a::0", "a::1"):
@@ -345,7 +348,7 @@ def test_a_new_ledger_has_the_allocations_of_the_copy(path: str, copy: str) -> N
 
 
 def test_a_ledger_that_is_there_does_not_read_the_copy(path: str, copy: str) -> None:
-    """It is newer: the copy may have failed."""
+    """An existing ledger does not take an ended allocation from an older copy."""
     with DirectLedger(path, copy) as opened:
         opened.do(adopt(R, ["a"], Side.PLUGIN, T0))
         opened.do(grant(R, {"a": "a"}))
@@ -362,7 +365,10 @@ def test_a_ledger_that_is_there_does_not_read_the_copy(path: str, copy: str) -> 
 def test_a_ledger_from_before_has_the_allocations_of_the_copy(
     path: str, copy: str, caplog: pytest.LogCaptureFixture, *, lost: bool
 ) -> None:
-    """It was restored: what it says of others stays, and evidence ends it; also if it was lost once in between."""
+    """A ledger restored from before gets the copy's newer allocations and keeps its own; the log says so once.
+
+    The same if the ledger was lost once in between.
+    """
     with DirectLedger(path, copy) as opened:
         opened.do(adopt(R, ["a", "b", "c"], Side.PLUGIN, T0))
         opened.do(grant(R, {"a": "a"}))
@@ -388,7 +394,7 @@ def test_a_ledger_from_before_has_the_allocations_of_the_copy(
 
 
 def test_the_copy_of_another_boot_says_nothing(path: str, copy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No holder runs any more."""
+    """After a reboot, a new ledger does not take the copy's allocations, because no holder runs any more."""
     with DirectLedger(path, copy) as opened:
         opened.do(grant(R, {"a": "a"}))
     lose(path)
@@ -401,7 +407,7 @@ def test_the_copy_of_another_boot_says_nothing(path: str, copy: str, monkeypatch
 def test_a_copy_that_cannot_be_read_does_not_stop_the_ledger(
     path: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The log says so; the ledger and the checkpoint have to do."""
+    """If the copy cannot be read, the ledger starts empty, and the log says so."""
     copy = tmp_path / "copy"
     copy.write_bytes(b"{")
     with DirectLedger(path, str(copy)) as opened:
@@ -413,7 +419,7 @@ def test_a_copy_that_cannot_be_read_does_not_stop_the_ledger(
 
 
 def crash_operations() -> Sequence[Any]:
-    """A life of a device in durable steps."""
+    """The operations of a device's life: adoption, grants, moves, a claim, and their ends."""
     sequence = 1 << 40
     evidence = KubeletEvidence(sequence, {"a": 1.0}, KubeletSnapshot(sequence, 3.0, True))
     return (
@@ -432,7 +438,7 @@ def crash_operations() -> Sequence[Any]:
 
 
 def scenario(path: str, die_at: int) -> None:
-    """Run the operations; die at the given step. Each answer is written to the pipe at once."""
+    """Run the operations; kill the process at the given step. Each answer's number is written to stdout at once."""
     count = 0
 
     def step(_statement: str) -> None:
@@ -457,7 +463,7 @@ def states(path: str) -> list[RegisterSnapshot]:
 
 
 def kill_everywhere(directory: str, every: int) -> None:
-    """Fork a child for every so many steps and let it die there; runs in a process without threads."""
+    """For each `every`-th step, fork a child that is killed there; runs in a process without threads."""
     for die_at in range(1, 1000, every):
         path = os.path.join(directory, f"{die_at}.db")
         reader, writer = os.pipe()
@@ -477,7 +483,7 @@ def kill_everywhere(directory: str, every: int) -> None:
 
 @pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.explore), 7])
 def test_a_kill_at_any_step_loses_nothing_that_was_answered(tmp_path: Path, every: int) -> None:
-    """Every durable step and every gap between two, enumerated: the file holds what was answered, or one more."""
+    """After a kill at any step, the ledger has all answered operations, and at most one more."""
     expected = states(str(tmp_path / "expected.db"))
     script = f"from tests.dra.ledger.test_store import kill_everywhere; kill_everywhere({str(tmp_path)!r}, {every})"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
@@ -491,7 +497,7 @@ def test_a_kill_at_any_step_loses_nothing_that_was_answered(tmp_path: Path, ever
 
 
 def test_a_full_disk_grants_nothing_and_heals(tmp_path: Path) -> None:
-    """RLIMIT_FSIZE in a process of its own: an error each time, the record as before, and all well afterwards."""
+    """With a full disk each grant fails and the records stay; with room a grant succeeds and survives a restart."""
     script = f"""
 import resource, signal, sys
 from deviceplugin.register import operations
@@ -523,7 +529,7 @@ print("healed")
 
 
 def test_a_full_disk_at_the_first_start_is_an_error_that_names_the_file(tmp_path: Path) -> None:
-    """RLIMIT_FSIZE again: the ledger cannot be made; nothing is put aside, and with room it is made."""
+    """With a full disk the first start fails with the file's name and puts nothing aside; with room it succeeds."""
     path = tmp_path / "l.db"
     script = f"""
 import resource, signal
@@ -551,7 +557,7 @@ print("made")
 
 @pytest.mark.parametrize("word", ["BEGIN", "INSERT", "UPDATE", "COMMIT"])
 def test_a_write_that_fails_refuses_and_the_next_one_looks_at_the_disk(tmp_path: Path, word: str) -> None:
-    """An fsync that fails says nothing about what is on disk: it is read again before anything is granted."""
+    """After a failed write the file is read again before the next operation; claims in memory stay."""
     fails: set[str] = set()
     path = str(tmp_path / "l.db")
     with DirectLedger(path, connect=lambda where: Flaky(where, fails)) as store:  # type: ignore[arg-type,return-value]
@@ -574,7 +580,10 @@ def test_a_write_that_fails_refuses_and_the_next_one_looks_at_the_disk(tmp_path:
 
 
 def test_what_only_the_process_knows_stays_when_the_file_is_read_again(path: str) -> None:
-    """Claims that it unprepared, reservations in memory, and since when a grant's pod is not seen."""
+    """When the file is read again, the ledger keeps what it has in memory only.
+
+    These are claims that it unprepared, reservations, and since when a grant's pod is absent.
+    """
     fails: set[str] = set()
     with DirectLedger(path, connect=lambda where: Flaky(where, fails)) as store:  # type: ignore[arg-type,return-value]
         store.do(adopt(R, ["a"], Side.PLUGIN, T0))
@@ -603,7 +612,7 @@ def test_what_only_the_process_knows_stays_when_the_file_is_read_again(path: str
 
 
 def test_a_file_that_goes_bad_while_it_is_in_use_ends_the_ledger(tmp_path: Path) -> None:
-    """It is put aside; nothing is granted until a new process has found out from evidence what is held."""
+    """A file that is damaged while the ledger is open is put aside, and all further grants fail."""
     fails: set[str] = set()
     path = str(tmp_path / "l.db")
     with DirectLedger(path, connect=lambda where: Flaky(where, fails)) as store:  # type: ignore[arg-type,return-value]
@@ -620,14 +629,14 @@ def test_a_file_that_goes_bad_while_it_is_in_use_ends_the_ledger(tmp_path: Path)
 
 
 def test_a_directory_that_cannot_be_written_is_an_error_that_says_so(tmp_path: Path) -> None:
-    """Not damage: nothing is put aside."""
+    """If the ledger's directory cannot be made, the ledger is an error that says so."""
     (tmp_path / "file").write_text("")
     with pytest.raises(LedgerError, match="cannot open the ledger"):
         DirectLedger(str(tmp_path / "file" / "ledger.db"))
 
 
 def test_an_operation_that_fails_costs_its_own_caller_only(store: DirectLedger) -> None:
-    """One mistake of ours in a batch does not refuse the pods beside it."""
+    """An operation that raises an error does not affect another operation of the same batch."""
 
     def mistaken(_now: RegisterSnapshot) -> Decision[None]:
         raise ZeroDivisionError
@@ -641,7 +650,7 @@ def test_an_operation_that_fails_costs_its_own_caller_only(store: DirectLedger) 
 
 
 def indexed(now: RegisterSnapshot) -> Mapping[Point, frozenset[tuple[str, tuple[str, str]]]]:
-    """The index of these records, made at once."""
+    """Return the index of these records, computed from scratch."""
     records = [Change("allocations", key, one) for key, one in now.allocations.items()]
     records += [Change("claims", key, one) for key, one in now.claims.items()]
     return RegisterSnapshot().with_changes(records, 1).index
@@ -649,7 +658,7 @@ def indexed(now: RegisterSnapshot) -> Mapping[Point, frozenset[tuple[str, tuple[
 
 @given(data=st.data())
 def test_memory_and_file_never_differ(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
-    """Whatever is asked in whatever order, a ledger opened again knows the same."""
+    """After any operations, a ledger that is opened again has the same durable records and index."""
     path = str(tmp_path_factory.mktemp("same") / "l.db")
     device, uid = st.sampled_from("abc"), st.sampled_from("123")
     identity = st.sampled_from(

@@ -1,4 +1,4 @@
-"""The ledger for an event loop: what is asked together, and what its callers get."""
+"""The ledger for an event loop: common commits, and the answers to callers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.dra.ledger.samples import T0, D, Flaky, R, Watched, adopt, claim, gra
 
 
 async def test_a_lost_ledger_is_reported_to_its_owner(path: str) -> None:
-    """The event of the async ledger is set with the first answer that fails so."""
+    """If the ledger's directory is removed, an operation raises LedgerLostError and the event `lost` is set."""
     async_ledger = await AsyncLedger.open(path)
     await async_ledger.do(adopt(R, ["a"], Side.PLUGIN, T0))
     assert not async_ledger.lost.is_set()
@@ -35,7 +35,7 @@ async def test_a_lost_ledger_is_reported_to_its_owner(path: str) -> None:
 
 
 async def test_failed_writes_are_counted(path: str) -> None:
-    """What could not be recorded counts once for each try, what was recorded does not."""
+    """Each write that fails is counted once; writes that succeed are not."""
     full: list[str] = []
 
     def step(statement: str) -> None:
@@ -56,7 +56,7 @@ async def test_failed_writes_are_counted(path: str) -> None:
 
 
 class SlowDisk:
-    """Commits, which wait while they are held."""
+    """A disk whose commits are counted, and wait while they are held."""
 
     def __init__(self) -> None:
         self.commits = 0
@@ -70,7 +70,7 @@ class SlowDisk:
             self.go_on.wait(10)
 
     def hold(self) -> None:
-        """Have the next commit wait."""
+        """Have the next commit wait; count from 0."""
         self.commits = 0
         self.go_on.clear()
         self.begun.clear()
@@ -82,7 +82,7 @@ def slow(path: str) -> tuple[AsyncLedger, SlowDisk]:
 
 
 async def test_what_is_asked_together_is_committed_together(path: str) -> None:
-    """Seven moves and an Allocate that come while the disk works on another move do not wait for eight disks."""
+    """Eight operations that are asked for during one commit are written in one further commit."""
     async_ledger, disk = slow(path)
     await async_ledger.do(adopt(R, [str(n) for n in range(9)], Side.PLUGIN, T0))
     disk.hold()
@@ -103,7 +103,7 @@ async def test_what_is_asked_together_is_committed_together(path: str) -> None:
 
 
 async def test_a_grant_does_not_wait_for_a_thread(path: str) -> None:
-    """Who holds a device ends with the machine: it is recorded at once, and the log is emptied later."""
+    """500 grants are recorded at once, each in a commit; the write-ahead log is emptied in between."""
     async_ledger, disk = slow(path)
     await async_ledger.do(adopt(R, ["a"], Side.PLUGIN, T0))
     disk.commits = 0
@@ -121,7 +121,7 @@ async def test_a_grant_does_not_wait_for_a_thread(path: str) -> None:
 
 
 async def test_what_comes_later_is_done_later(path: str) -> None:
-    """An Unprepare waits for its claim's Prepare, also in the moment in which the thread has ended a commit."""
+    """An Unprepare that follows a Prepare is done after it, although a commit delays the Prepare."""
     async_ledger, disk = slow(path)
     await async_ledger.do(adopt(R, ["a", "b"], Side.DRA, T0))
     await async_ledger.do(reserve(claim("1", "a", result=None), durable=True))
@@ -139,7 +139,7 @@ async def test_what_comes_later_is_done_later(path: str) -> None:
 
 
 async def test_nobody_waits_for_a_ledger_whose_process_is_torn_down(path: str) -> None:
-    """All tasks are cancelled then, that of the ledger among them, and some wait in spite of that."""
+    """If the ledger's task is cancelled while the disk hangs, all of its callers are cancelled."""
     async_ledger, disk = slow(path)
     await async_ledger.do(adopt(R, ["a", "b"], Side.DRA, T0))
     disk.hold()
@@ -155,7 +155,7 @@ async def test_nobody_waits_for_a_ledger_whose_process_is_torn_down(path: str) -
 
 
 async def test_a_log_that_cannot_be_emptied_is_written_again(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sync that has failed once may succeed the next time, although what it was for is lost."""
+    """After two failed checkpoints of the write-ahead log, the file is opened again, and later grants are kept."""
     monkeypatch.setattr("dra_bridge.ledger.store.CHECKPOINT", 3)
     fails: set[str] = set()
     opened: list[str] = []
@@ -179,7 +179,7 @@ async def test_a_log_that_cannot_be_emptied_is_written_again(path: str, monkeypa
 
 
 async def test_a_disk_that_takes_long_holds_up_the_loop_once(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel makes writers wait where the disk does not keep up: the loop does not wait for the next ones."""
+    """After one slow commit, later grants do not block the event loop; all of them are kept."""
     async_ledger, disk = slow(path)
     await async_ledger.do(adopt(R, ["a"], Side.PLUGIN, T0))
     disk.hold()
@@ -198,7 +198,10 @@ async def test_a_disk_that_takes_long_holds_up_the_loop_once(path: str, monkeypa
 
 
 async def test_a_disk_that_does_not_answer_stops_no_caller(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is asked fails after the deadline, and at once from then on; once the disk answers all goes on."""
+    """While the disk hangs, operations fail after a deadline of 0.2 s, and then at once.
+
+    When the disk answers, new operations succeed, and a delayed grant has been recorded.
+    """
     monkeypatch.setattr(looks, "PROMPT", 0.001)
     monkeypatch.setattr(worker, "DEADLINE", 0.2)
     monkeypatch.setattr(worker, "CLOSING", 0.2)
@@ -229,7 +232,10 @@ async def test_a_disk_that_does_not_answer_stops_no_caller(path: str, monkeypatc
 
 
 async def test_what_only_this_process_is_to_know_needs_no_commit(path: str) -> None:
-    """A reservation is answered at once; one that comes during a commit, after the commit."""
+    """A reservation in memory needs no commit; during a commit it is answered after that.
+
+    If the ledger's files are removed, it fails.
+    """
     async_ledger, disk = slow(path)
     await async_ledger.do(adopt(R, ["a", "b", "c", "d"], Side.DRA, T0))
     disk.commits = 0
@@ -251,7 +257,7 @@ async def test_what_only_this_process_is_to_know_needs_no_commit(path: str) -> N
 
 
 async def test_the_async_ledger_passes_on_that_a_write_failed(path: str) -> None:
-    """Each caller gets the error, and the failure is counted."""
+    """If a common commit fails, each caller gets an error, and each failure is counted."""
     fails: set[str] = set()
     store = Ledger(path, connect=lambda where: Flaky(where, fails))  # type: ignore[arg-type,return-value]
     async_ledger = AsyncLedger(store)
@@ -267,7 +273,7 @@ async def test_the_async_ledger_passes_on_that_a_write_failed(path: str) -> None
 
 
 async def test_an_async_ledger_that_nobody_waits_for_gives_the_lock_back(path: str) -> None:
-    """Standing by is cancelled when the process is told to stop."""
+    """A cancelled wait for another agent's ledger leaves no lock: the ledger can be opened then."""
     first = Ledger(path)
     opening = asyncio.create_task(AsyncLedger.open(path))
     await asyncio.sleep(0)
@@ -280,7 +286,7 @@ async def test_an_async_ledger_that_nobody_waits_for_gives_the_lock_back(path: s
 
 
 async def test_an_async_ledger_that_is_open_when_its_caller_is_cancelled_gives_the_lock_back(path: str) -> None:
-    """The process is told to stop in the moment in which it gets the lock."""
+    """An open that is cancelled just after it got the lock releases the lock."""
     opening = asyncio.create_task(AsyncLedger.open(path))
     await asyncio.sleep(0)
     for thread in threading.enumerate():

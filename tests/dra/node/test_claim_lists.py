@@ -1,4 +1,4 @@
-"""Lists of all claims: who shares one, and when the next one begins."""
+"""Lists of all claims: which callers share a list, and when the next list begins."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def claim(name: str) -> ListedClaim:
 
 
 class Server:
-    """Lists the claims of its moment, in parts of one; each part waits until it is let."""
+    """Lists the claims that exist when a list begins, one to a page; each page waits until `let` is released."""
 
     def __init__(self) -> None:
         self.claims = ["a", "b"]
@@ -55,7 +55,7 @@ async def lists(server: Server, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
 
 
 class Reader:
-    """One that waits for a list."""
+    """A caller that waits for a list."""
 
     def __init__(self, lists: ClaimLists) -> None:
         self.found: list[str] = []
@@ -64,7 +64,7 @@ class Reader:
 
 
 async def test_calls_share_a_list_that_begins_after_them(server: Server, lists: ClaimLists) -> None:
-    """Those that come while one is read share the next one: what was allocated meanwhile is not in this one."""
+    """Three calls share a list; calls that come while it is read share the next list, which has newer claims."""
     first = [Reader(lists) for _ in range(3)]
     await server.asked.acquire()
     later = [Reader(lists) for _ in range(3)]
@@ -81,7 +81,7 @@ async def test_calls_share_a_list_that_begins_after_them(server: Server, lists: 
 
 
 async def test_a_caller_that_gives_up_ends_the_list_for_nobody_else(server: Server, lists: ClaimLists) -> None:
-    """The others get all of it."""
+    """If one of two callers of a list is cancelled, the other gets the whole list."""
     one, other = Reader(lists), Reader(lists)
     await server.asked.acquire()
     one.task.cancel()
@@ -94,7 +94,7 @@ async def test_a_caller_that_gives_up_ends_the_list_for_nobody_else(server: Serv
 async def test_a_list_that_fails_halfway_fails_for_all_and_is_not_asked_for_at_once(
     server: Server, lists: ClaimLists
 ) -> None:
-    """Nothing of it counts; until the wait is over each call has the same error, without a request."""
+    """A list that fails on its second page fails for all callers; until a retry is due, calls make no request."""
     readers = [Reader(lists), Reader(lists)]
     await server.asked.acquire()
     server.let.release()
@@ -113,14 +113,14 @@ async def test_a_list_that_fails_halfway_fails_for_all_and_is_not_asked_for_at_o
 async def test_a_list_without_end_is_given_up(
     server: Server, lists: ClaimLists, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is no answer, so that what waits for it can say so and try again."""
+    """A list that does not end within the deadline fails with an error that says so."""
     monkeypatch.setattr(claim_lists, "DEADLINE", 0.01)
     with pytest.raises(UnavailableError, match="has not ended"):
         await Reader(lists).task
 
 
 async def test_lists_end_with_the_agent(server: Server, lists: ClaimLists) -> None:
-    """One that is read when the agent ends is cancelled, and so is the call."""
+    """A list that is read when the agent ends is cancelled, and so is its caller."""
     reader: Any = Reader(lists)
     await server.asked.acquire()
     await lists.aclose()

@@ -1,4 +1,4 @@
-"""Which pods use which claims: how often the evidence is read for calls that come at once."""
+"""Which pods use which claims, and how often that is read for calls at the same time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.dra.ledger.samples import D
 
 
 class Tracker:
-    """Counts how often the pods are read; their list comes when it is let."""
+    """Counts how often the pods are read; a list of pods ends when `let` is set."""
 
     def __init__(self) -> None:
         self.readings = 0
@@ -47,7 +47,7 @@ class Files:
 
 
 async def test_calls_at_once_share_a_reading_that_begins_after_them(tmp_path: Path) -> None:
-    """Those that come while the evidence is read for others have it read anew: this one may be too old."""
+    """Four calls share a reading of the pods; calls that come meanwhile share the next reading."""
     (tmp_path / claim_state.FILE_NAME).write_bytes(written.to_json([]))
     tracker = Tracker()
     async_ledger = await AsyncLedger.open(str(tmp_path / "register.db"))
@@ -67,7 +67,10 @@ async def test_calls_at_once_share_a_reading_that_begins_after_them(tmp_path: Pa
 
 
 async def test_pods_of_claims_that_the_ledger_lacks_may_use_any_claim(tmp_path: Path) -> None:
-    """The ledger does not have all that these pods use, though the kubelet lists them: nothing is ended beside them."""
+    """A pod of a claim that the ledger lacks counts as unlisted, so that no claim ends while it runs.
+
+    Once the ledger has the claim, the pod is a pod of this claim.
+    """
     named = written.AnsweredDevice(("r",), "node", "d0", (), None)
     state = [written.DevicesOfClaim("default", "c", "1", {D: [named]}, {"pod"})]
     (tmp_path / claim_state.FILE_NAME).write_bytes(written.to_json(state))

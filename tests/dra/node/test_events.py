@@ -1,4 +1,4 @@
-"""Moves and claims as events for the page."""
+"""Moves and claims as events of the status page."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def snapshot(
 
 
 def test_moves_are_events_at_their_time() -> None:
-    """Begin and end with the reason; a new device and an unchanged ledger are none."""
+    """The begin and end of a move and a quarantine are events, with the reason; a new device is not."""
     plugin, leaving = snapshot(State.PLUGIN), snapshot(State.TO_DRA, reason="the share is 1")
     assert events(plugin, plugin, 9.0) == []
     assert events(snapshot(State.PLUGIN, 0), plugin, 9.0) == []
@@ -38,14 +38,14 @@ def test_moves_are_events_at_their_time() -> None:
 
 
 def test_many_moves_at_once_are_one_event() -> None:
-    """They do not push everything else out of the list."""
+    """64 devices that begin to move at once are one event."""
     assert [event.text for event in events(snapshot(State.PLUGIN, 64), snapshot(State.TO_DRA, 64), 9.0)] == [
         "moving to the DRA side: 64 devices"
     ]
 
 
 def test_claims_are_events() -> None:
-    """Prepared and unprepared; a reservation is neither."""
+    """A prepared and an unprepared claim are events; a reservation is not."""
     none, reserved, prepared = snapshot(State.DRA), snapshot(State.DRA, c=None), snapshot(State.DRA, c="{}")
     assert events(none, reserved, 9.0) == events(reserved, none, 9.0) == []
     for before in (none, reserved):
@@ -54,7 +54,7 @@ def test_claims_are_events() -> None:
 
 
 def test_the_bridge_tells_each_event_once() -> None:
-    """What was there when it was asked first is no event."""
+    """A move is reported once; what the ledger had at the first call is not an event."""
     made = bridge()
     status = status_of(made)
     assert isinstance(status, EventSource)
@@ -68,7 +68,7 @@ def test_the_bridge_tells_each_event_once() -> None:
 
 
 def test_what_a_ledger_has_that_is_opened_late_is_no_event() -> None:
-    """While another agent has the ledger nothing is known of devices and claims; what is known then has not begun."""
+    """The devices and claims of a ledger that is opened later are not events."""
     made = bridge()
     status, opened = status_of(made), made.agent.register
     made.agent.register = SimpleNamespace(snapshot=RegisterSnapshot())
@@ -78,5 +78,5 @@ def test_what_a_ledger_has_that_is_opened_late_is_no_event() -> None:
 
 
 def test_share_and_progress_are_reported() -> None:
-    """What is asked for, and where the devices are."""
+    """The report has the requested share, and the number of devices in each state."""
     assert status_of(bridge()).report().shares == {RESOURCE: ShareProgress("2", 4, 1, 1, 1)}

@@ -1,4 +1,4 @@
-"""The work of an agent with many resources, each with a driver of its own, while nothing changes on the node."""
+"""The work of an agent with many resources and drivers, while nothing changes on the node."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def counted() -> Iterator[Calls]:
 
 @contextlib.asynccontextmanager
 async def many(count: int, *, alike: bool) -> AsyncIterator[tuple[FakeNode, Bridge]]:
-    """Run an agent with so many resources; the block begins when each resource, and each driver, offers two devices.
+    """Run an agent with `count` resources; the block begins when each resource and each driver offers two devices.
 
     alike: whether the devices of all resources are the same hardware.
     """
@@ -67,7 +67,7 @@ async def many(count: int, *, alike: bool) -> AsyncIterator[tuple[FakeNode, Brid
 
 
 async def calls_of_a_scan(count: int) -> int:
-    """Return how many functions a scan calls on a node with so many resources, and in tasks that the scan wakes."""
+    """Return how many functions a scan, and the tasks that it wakes, call on a node with `count` resources."""
     async with many(count, alike=True) as (node, agent):
         pod = node.start_pod("held", {"example.com/many-0": 1})
         await asyncio.to_thread(pod.wait_running, PATIENCE)
@@ -82,7 +82,7 @@ async def calls_of_a_scan(count: int) -> int:
 
 
 async def work_of_a_restart(count: int, monkeypatch: pytest.MonkeyPatch) -> tuple[float, float]:
-    """Return, for each resource and each kubelet's start, the decisions about next steps, and the directory's reads."""
+    """Return the number of next-step decisions and of directory reads for each resource at a kubelet's start."""
     work = Counter[str]()
 
     def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -106,13 +106,13 @@ async def work_of_a_restart(count: int, monkeypatch: pytest.MonkeyPatch) -> tupl
 
 
 async def test_a_scan_calls_fewer_than_twice_the_functions_for_twice_the_resources() -> None:
-    """Nothing that a scan computes for one resource, or wakes, depends on the number of the other resources."""
+    """A scan of 16 resources calls fewer than twice the functions of a scan of 8 resources."""
     few, many = [await calls_of_a_scan(count) for count in (8, 16)]
     assert many < 2 * few, (few, many)
 
 
 async def test_a_restart_of_the_kubelet_wakes_a_resource_rarely_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each Register makes a socket and a checkpoint, which wake few other resources, and resources share reads."""
+    """At a kubelet's restart, 32 resources take fewer than 6 decisions and 5 directory reads each."""
     steps, reads = await work_of_a_restart(32, monkeypatch)
     assert steps < 6, steps
     assert reads < 5, reads

@@ -36,7 +36,10 @@ def running(
 async def test_a_claim_is_known_by_its_file_when_no_device_has_its_name(
     node: FakeNode, caplog: pytest.LogCaptureFixture, *, damaged: bool
 ) -> None:
-    """The ledger is lost and the ids are others. Where the file is damaged, nothing is offered."""
+    """The ledger is lost and devices have other ids: the claim's file gives the claim its former device.
+
+    If the file is damaged as well, all devices are withheld.
+    """
     async with running(node, A) as bridge:
         await until(lambda: len(published(node)) == 2)
         pod = await asyncio.to_thread(lambda: node.start_pod("p", template={D: 1}).wait_running(60))
@@ -81,7 +84,7 @@ def known(bridge: Bridge) -> dict[str, tuple[str, str]]:
 
 
 async def test_published_names_stay_when_resources_come_and_go(node: FakeNode) -> None:
-    """A second resource, a restart without API server and a removed first resource leave names as they are."""
+    """Device names stay when a resource is added, after a restart without API server, and when one is removed."""
     async with running(node, A) as bridge:
         await until(lambda: published(node) == resources(ALONE))
         pod = node.start_pod("p", template={D: 1})
@@ -103,7 +106,7 @@ async def test_published_names_stay_when_resources_come_and_go(node: FakeNode) -
 
 
 async def test_published_names_survive_the_loss_of_the_ledger(node: FakeNode) -> None:
-    """A new ledger takes the names from the slices that the API server has, and waits for them."""
+    """After a loss of the ledger, the agent takes the names of devices from the slices in the API server."""
     async with running(node, A) as bridge:
         await until(lambda: published(node) == resources(ALONE))
         await bridge.reconfigure({B: Listed(B, D, "0", "1")}, dict.fromkeys((A, B), HandoverPolicy(ALL)), [A])
@@ -117,7 +120,10 @@ async def test_published_names_survive_the_loss_of_the_ledger(node: FakeNode) ->
 
 
 async def test_resources_that_begin_together_all_carry_their_names(node: FakeNode) -> None:
-    """Where nothing was published before, none of several resources is the first."""
+    """Two resources that begin together both have their resource's name as prefix of their device names.
+
+    The names stay when one of the resources is removed.
+    """
     async with running(node, A, B):
         await until(lambda: published(node).keys() == {"a--0", "a--1", "b--0", "b--1"})
     async with running(node, A) as bridge:

@@ -1,4 +1,4 @@
-"""An agent with both sides whose config changes, who waits for its ledger, or who cannot have it."""
+"""Agents with both sides: reloads of the config, the wait for a ledger, and a ledger that cannot be opened."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def unready(bridge: Bridge) -> str:
 async def test_an_agent_that_stands_by_ends_when_it_is_told_to(
     node: FakeNode, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a rolling update the next pod may be deleted while it still waits for the ledger."""
+    """An agent that waits for the ledger of another agent can be stopped; it has registered no resource."""
     monkeypatch.setattr("dra_bridge.node.bridge.STANDBY", 0.01)
     agent = bridge(node, Listed(A, D))
     with held_ledger(agent):
@@ -61,7 +61,7 @@ async def test_an_agent_that_stands_by_ends_when_it_is_told_to(
 
 
 async def test_a_ledger_that_cannot_be_opened_is_an_error_that_names_it(node: FakeNode) -> None:
-    """A line for whoever has to mend it."""
+    """A ledger that cannot be opened is an error with its path, and with the access that the agent needs."""
     agent = bridge(node, Listed(A, D))
     path = agent.ledger_path
     path.parent.parent.mkdir(parents=True, exist_ok=True)
@@ -75,7 +75,10 @@ async def test_a_ledger_that_cannot_be_opened_is_an_error_that_names_it(node: Fa
 async def test_a_reload_that_adds_a_driver_that_cannot_be_served_is_an_error(
     node: FakeNode, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Log and readiness name the directory and what mounts it; the other driver's devices are served on."""
+    """A reload adds a driver whose sockets cannot be made: log and readiness name the directory and its remedy.
+
+    The other driver's devices are still served.
+    """
     agent = bridge(node, Listed(A, D))
     async with running(agent):
         await until(lambda: len(healthy(node, A)) == 2 and not unready(agent))
@@ -92,7 +95,7 @@ async def test_a_reload_that_adds_a_driver_that_cannot_be_served_is_an_error(
 async def test_a_reload_while_an_agent_stands_by_is_taken_after_that(
     node: FakeNode, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is served twice, and the ledger is opened once."""
+    """A reload during the wait for another agent's ledger takes effect afterwards; each resource registers once."""
     monkeypatch.setattr("dra_bridge.node.bridge.STANDBY", 0.01)
     agent = bridge(node, Listed(A, D))
     with held_ledger(agent):
@@ -111,7 +114,10 @@ async def test_a_reload_while_an_agent_stands_by_is_taken_after_that(
 
 
 async def test_nothing_is_offered_before_its_evidence_was_read(node: FakeNode, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A resource that a reload adds may have devices on the DRA side, and its evidence has to be read first."""
+    """Devices of a resource that a reload adds are unhealthy until their evidence is read.
+
+    Then only the device that the ledger does not have on the DRA side is healthy.
+    """
     agent, read, go_on = bridge(node, Listed(A, D)), EvidenceReader.read, asyncio.Event()
 
     async def late(reader: EvidenceReader, service: Service, devices: Sequence[str]) -> Evidence:
@@ -133,7 +139,7 @@ async def test_nothing_is_offered_before_its_evidence_was_read(node: FakeNode, m
 
 
 async def test_a_dropped_resource_gives_nothing_out_on_its_way_out(node: FakeNode) -> None:
-    """Its endpoint outlives its driver's side by a moment; without a driver it is free again."""
+    """A resource that a driver drops is refused to pods, until a reload serves it without a driver."""
     agent = bridge(node, Listed(A, D))
     async with running(agent):
         await until(lambda: len(healthy(node, A)) == 2)
@@ -152,7 +158,7 @@ async def test_a_dropped_resource_gives_nothing_out_on_its_way_out(node: FakeNod
 async def test_health_of_a_resource_that_a_reload_adds_is_told_at_once(
     node: FakeNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The kubelet need not wait for the next timer."""
+    """After a reload adds a resource, its health reaches the kubelet without the timer."""
     monkeypatch.setattr("dra_bridge.driver.registrar.RegistrarTiming", lambda: RegistrarTiming(keep_alive=3600))
     agent = bridge(node, Listed(A, D))
 
@@ -166,7 +172,7 @@ async def test_health_of_a_resource_that_a_reload_adds_is_told_at_once(
 
 
 async def test_a_device_that_comes_while_all_ends_begins_nothing(node: FakeNode) -> None:
-    """The source's next list finds a bridge that is ending, and costs nobody anything."""
+    """A list of devices that comes while the agent ends raises no error."""
     agent = bridge(node, Listed(A, D))
     async with running(agent):
         await until(lambda: len(healthy(node, A)) == 2)
@@ -180,7 +186,7 @@ async def test_a_device_that_comes_while_all_ends_begins_nothing(node: FakeNode)
 
 
 class Reset(Listed):
-    """With a hook for each start of a container."""
+    """A source with `reset`, which runs at each container's start; counts the calls."""
 
     def __init__(self, resource: str, driver: str) -> None:
         super().__init__(resource, driver)
@@ -191,7 +197,10 @@ class Reset(Listed):
 
 
 async def test_pods_with_limits_through_dra_start_where_the_resource_has_reset(node: FakeNode) -> None:
-    """The kubelet would call it for them, too, and start nothing; it is asked to once pods may have a device again."""
+    """A pod with limits starts through DRA although the resource has `reset`, which is called once.
+
+    After a move back to the plugin, a pod's start calls `reset`, too.
+    """
     node.server.create(device_class(A, D))
     source = Reset(A, D)
     agent = bridge(node, source, share=Share(part=1.0))

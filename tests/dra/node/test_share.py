@@ -14,7 +14,7 @@ D = "sim.example.com"
 
 
 async def test_the_last_share_is_recorded(tmp_path: Path) -> None:
-    """A share that returns to the recorded one while another share is being recorded."""
+    """The share is 1, then `all` and 1 again before `all` is recorded: the ledger has 1 in the end."""
     ledger, tasks = AsyncLedger(Ledger(str(tmp_path / "register.db"))), Tasks()
     share = DriverShare(D, ledger, tasks)
     key = progress.share_annotation(D)

@@ -1,4 +1,4 @@
-"""What an agent with both sides does at its start, before it offers anything."""
+"""The start of an agent with both sides, until it offers devices."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ async def moved(bridge: Bridge, state: State) -> None:
 
 
 async def test_a_lost_ledger_is_rebuilt_before_files_are_swept(node: FakeNode) -> None:
-    """A claim whose container runs keeps its device and its CDI file, and gets its name back."""
+    """After a loss of the ledger, a running pod's claim keeps device and CDI file and gets its name back."""
     cdi = node.cdi
     async with running(node, Share(part=1.0)) as bridge:
         await moved(bridge, State.DRA)
@@ -85,7 +85,7 @@ async def test_a_lost_ledger_is_rebuilt_before_files_are_swept(node: FakeNode) -
 async def test_a_claim_that_ends_while_evidence_is_read_stays_ended(
     node: FakeNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Evidence from before its Unprepare does not make it hold its device again."""
+    """A claim that is unprepared while the agent reads evidence at its start does not hold its device again."""
     async with running(node, Share(part=1.0)) as bridge:
         await moved(bridge, State.DRA)
         pod = await asyncio.to_thread(lambda: node.start_pod("train", template={D: 1}).wait_running(20))
@@ -114,7 +114,7 @@ async def test_a_claim_that_ends_while_evidence_is_read_stays_ended(
 
 
 async def test_a_wiped_cdi_directory_is_filled_again(node: FakeNode) -> None:
-    """The containers of prepared claims can restart: the file is there again without waiting for a timer."""
+    """If the CDI directory is removed, the files of prepared claims are soon written again."""
     cdi = node.cdi
     async with running(node, Share(part=1.0)) as bridge:
         await moved(bridge, State.DRA)
@@ -129,7 +129,10 @@ async def test_a_wiped_cdi_directory_is_filled_again(node: FakeNode) -> None:
 async def test_an_agent_ends_when_its_mount_shows_a_deleted_cdi_directory(
     node: FakeNode, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A bind mount goes on showing a directory that was deleted on the host, as an open descriptor does."""
+    """The agent ends if the CDI directory was deleted on the host while its mount shows the deleted directory.
+
+    The open descriptor shows the deleted directory as a bind mount does.
+    """
     cdi = node.cdi
     cdi.mkdir()
     mounted = os.open(cdi, os.O_RDONLY)
@@ -149,7 +152,10 @@ async def test_an_agent_ends_when_its_mount_shows_a_deleted_cdi_directory(
 async def test_a_ledger_that_lost_its_end_is_corrected_and_alarm_raised(
     node: FakeNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A pod holds what the ledger says is on the DRA side: quarantined with an Event, until the next check."""
+    """An old ledger has a pod's device on the DRA side: the device is quarantined with an Event.
+
+    It is in no slice, and the next check gives it to the pod.
+    """
     monkeypatch.setattr(device_reconciliation, "RESOLVE", 3600.0)  # the test checks itself
     async with running(node, Share(0)) as bridge:
         await moved(bridge, State.PLUGIN)
@@ -157,7 +163,7 @@ async def test_a_ledger_that_lost_its_end_is_corrected_and_alarm_raised(
         (device,) = node.devices_of(pod)
         path = bridge.ledger_path
     Path(path).unlink()
-    with DirectLedger(str(path)) as made:  # as if all of it since had been lost
+    with DirectLedger(str(path)) as made:  # as if all later records had been lost
         made.do(reconcile_evidence(R, Evidence(), ["d0", "d1"], Side.DRA, 1.0, D))
     async with running(node, Share(part=1.0)) as bridge:
         # A scan or the reconciliation finds it first; the reconciliation after a scan ends it at once.
@@ -175,7 +181,7 @@ async def test_a_ledger_that_lost_its_end_is_corrected_and_alarm_raised(
 
 
 async def test_a_checkpoint_that_shows_an_ended_pod_alarms_nobody(node: FakeNode) -> None:
-    """The device went to DRA after its pod ended; the kubelet's file still shows the pod at the next start."""
+    """A checkpoint that still shows an ended pod does not quarantine that pod's device, which is on the DRA side."""
     async with running(node, Share(0)) as bridge:
         await moved(bridge, State.PLUGIN)
         pod = await asyncio.to_thread(lambda: node.start_pod("train", {R: 1}).wait_running(20))
@@ -196,7 +202,7 @@ async def test_a_checkpoint_that_shows_an_ended_pod_alarms_nobody(node: FakeNode
 async def test_no_slice_has_a_device_before_its_evidence_was_reconciled(
     node: FakeNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who is in doubt holds up nobody else, and is published as soon as the doubt is gone."""
+    """A device whose holder is uncertain is in no slice until that is resolved; the other device is published."""
     reconcile, doubt = DeviceReconciler.reconcile, True
 
     async def doubting(self: DeviceReconciler, one: ResourceRuntime, devices: Sequence[str]) -> tuple[str, ...]:
@@ -221,7 +227,10 @@ async def test_no_slice_has_a_device_before_its_evidence_was_reconciled(
 async def test_nothing_moves_before_the_node_was_read(
     node: FakeNode, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """An agent that starts in an outage of the API server does not take the config's share for what is asked for."""
+    """While the Node cannot be read, pods get devices and no device moves to the share in the config.
+
+    Once the Node is read, the share in its annotation counts.
+    """
     follow, back = NodeWatch.run, asyncio.Event()
 
     async def later(self: NodeWatch) -> None:
@@ -244,7 +253,7 @@ async def test_nothing_moves_before_the_node_was_read(
 
 
 def annotate(node: FakeNode, share: str) -> None:
-    """Ask for a share by the Node's annotation."""
+    """Request a share by the Node's annotation."""
     body = node.server.get("nodes", NODE)
     body["metadata"].setdefault("annotations", {})[f"{D}/dra-share"] = share
     node.server.replace(body)
@@ -253,7 +262,7 @@ def annotate(node: FakeNode, share: str) -> None:
 async def test_an_invalid_share_keeps_the_last_valid_one_over_a_restart(
     node: FakeNode, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is logged once, whatever else of the Node changes, and devices stay on the side that was asked for."""
+    """An invalid share is logged once, and the last valid share stays, also after a restart."""
     annotate(node, "all")
     async with running(node, Share(0)) as bridge:
         await moved(bridge, State.DRA)
@@ -276,7 +285,7 @@ async def test_an_invalid_share_keeps_the_last_valid_one_over_a_restart(
 async def test_the_log_names_the_claim_that_has_a_broken_device(
     node: FakeNode, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Whoever has a device that breaks is named, whether pod or claim, and by the register also where no scan was."""
+    """If a claimed device becomes unhealthy, the log names the claim."""
     async with running(node, Share(part=1.0)) as bridge:
         await moved(bridge, State.DRA)
         pod = await asyncio.to_thread(lambda: node.start_pod("train", template={D: 1}).wait_running(20))
@@ -290,16 +299,16 @@ async def test_the_log_names_the_claim_that_has_a_broken_device(
 
 
 def made_anew(body: dict[str, Any]) -> dict[str, Any]:
-    """Return another Node of this name, without annotations, as after a repair by the cloud."""
+    """Return a new Node of this name without annotations, as after a repair by the cloud provider."""
     lost = ("annotations", "uid", "resourceVersion")
     return {**body, "metadata": {key: value for key, value in body["metadata"].items() if key not in lost}}
 
 
 @pytest.mark.parametrize("share", ["all", "all force"])
 async def test_the_share_outlasts_the_node_object(node: FakeNode, caplog: pytest.LogCaptureFixture, share: str) -> None:
-    """A Node that is deleted, and another one that comes without the annotation, undo no migration; a restart neither.
+    """The requested share stays if the Node is deleted, or recreated without the annotation, also after a restart.
 
-    Somebody who takes the annotation from the same Node asks for the config's share.
+    If the annotation is removed from the same Node, the config's share counts.
     """
     annotate(node, share)
     async with running(node, Share(0)) as bridge:
@@ -333,7 +342,7 @@ async def test_the_share_outlasts_the_node_object(node: FakeNode, caplog: pytest
 
 
 async def test_an_agent_whose_ledger_is_removed_ends_and_the_next_one_knows_the_holders(node: FakeNode) -> None:
-    """It grants nothing more; the next one learns from evidence what pods hold."""
+    """An agent whose ledger is removed ends with an error; the next agent learns from evidence what the pod holds."""
     bridge = agents.bridge(node, [fpgas(2)], Share(0))
     task = asyncio.create_task(bridge.run())
     await moved(bridge, State.PLUGIN)
@@ -350,13 +359,13 @@ async def test_an_agent_whose_ledger_is_removed_ends_and_the_next_one_knows_the_
         assert states(after)[device] is State.TO_DRA
 
 
-# Before evidence and ledger were compared.
+# Moves and publication at the start.
 
 
 async def test_nothing_moves_before_karpenter_has_initialized_the_node(node: FakeNode) -> None:
-    """A new node of Karpenter's serves its first pods by limits, whatever the share; then its devices move.
+    """Before Karpenter has initialized a node, its devices serve pods with limits; then they move to DRA.
 
-    With the option for DRA Karpenter waits for a complete pool as well; an empty one is enough.
+    Meanwhile the agent publishes an empty pool, because Karpenter's option for DRA waits for a complete pool.
     """
     node.server.patch("nodes", NODE, {"metadata": {"labels": {"karpenter.sh/nodepool": "fpgas"}}})
     async with running(node, Share(part=1.0)) as bridge:
@@ -376,7 +385,10 @@ async def test_nothing_moves_before_karpenter_has_initialized_the_node(node: Fak
 
 
 async def test_a_lease_that_is_lost_is_written_again(node: FakeNode) -> None:
-    """The Lease with the report comes back when somebody deletes or changes it, and belongs to the Node of now."""
+    """The Lease with the node's report is restored after a deletion or a change.
+
+    Its owner is the present Node.
+    """
 
     def leases() -> list[dict[str, Any]]:
         return node.server.objects("leases")
@@ -410,7 +422,10 @@ async def test_a_lease_that_is_lost_is_written_again(node: FakeNode) -> None:
 
 @pytest.mark.parametrize("former", [False, True])
 async def test_a_pool_is_published_where_a_rollout_asks_for_it(node: FakeNode, former: bool) -> None:
-    """Without devices on the DRA side there is a slice only while the Node asks for one, whatever was before."""
+    """Without devices on the DRA side, a slice is published only while the Node's annotation `dra-pool` asks for it.
+
+    former: an earlier agent has left slices.
+    """
     if former:  # as a former agent leaves it
         async with running(node, Share(part=1.0)) as bridge:
             await moved(bridge, State.DRA)
@@ -427,7 +442,7 @@ async def test_a_pool_is_published_where_a_rollout_asks_for_it(node: FakeNode, f
 
 
 async def test_a_start_with_its_ledger_reads_each_list_once_and_writes_nothing(node: FakeNode) -> None:
-    """It lists its Node, its Lease, and slices with and without the node, each for a watch, but no claims."""
+    """A start with a ledger lists Node, Lease and two selections of slices once each, no claims, and writes nothing."""
     async with running(node, Share(part=1.0)) as bridge:
         await moved(bridge, State.DRA)
         await until(lambda: node.server.objects("resourceslices"), "the slice")

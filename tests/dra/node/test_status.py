@@ -65,7 +65,7 @@ def claim(name: str, *devices: ClaimDevice, result: str | None = "{}") -> Claim:
 
 
 def status_of(made: Any) -> BridgeStatus:
-    """Return the status of the parts of a bridge."""
+    """Return the status that a bridge with these parts reports."""
     node = SimpleNamespace(
         name=made.node.name,
         agent=made.agent,
@@ -81,7 +81,7 @@ def status_of(made: Any) -> BridgeStatus:
 
 
 def publisher(observed: ObservedPool | None = None, state: PoolState | None = None) -> Any:
-    """Return what a report asks a publisher, whose watch is alive."""
+    """Return a publisher as a report reads it; its watch is alive."""
     seen = observed or ObservedPool(Comparison(1, 7, frozenset({"a", "c"})), accepted=True)
     return SimpleNamespace(
         state=lambda name: state or PoolState(3, 3, 7, 1, frozenset({"a", "c"}), frozenset(), (), 9),
@@ -92,24 +92,24 @@ def publisher(observed: ObservedPool | None = None, state: PoolState | None = No
 
 
 def watching() -> WatchState:
-    """Return a watch that is alive."""
+    """Return the state of a watch that is alive."""
     state = WatchState()
     state.opened()
     return state
 
 
 def failing(text: str, code: int = 0, since: float = 2 * LOST) -> Failing:
-    """Return what has failed for so many seconds; without a code the API server did not answer."""
+    """Return a failure that has lasted `since` seconds; without a code the API server did not answer."""
     return Failing(time.monotonic() - since, text, code, outage=not code)
 
 
 def api_problems(made: Any) -> list[str]:
-    """Return the problems but that of pods that a kubelet restart would end."""
+    """Return the problems, without the problem of pods that a kubelet restart would end."""
     return [problem for problem in status_of(made).report().problems if "kubelet restart" not in problem]
 
 
 def bridge(**changes: Any) -> Any:
-    """Return the parts of a bridge that a report reads."""
+    """Return the parts of a bridge that a report reads, with these parts changed."""
     records = {
         (RESOURCE, name): DeviceRecord(RESOURCE, name, state, 5.0, reason="the share is 2", driver=DRIVER)
         for name, state in (("a", State.DRA), ("b", State.TO_DRA), ("c", State.TO_PLUGIN), ("d", State.QUARANTINED))
@@ -185,7 +185,7 @@ def values(status: BridgeStatus) -> dict[str, float]:
 
 
 def test_places_are_those_of_the_ledger() -> None:
-    """Side, state and since when; what its move waits for."""
+    """A device's location has its state, its side, since when, why, and which holder its move waits for."""
     places = status_of(bridge()).report().locations
     assert places[RESOURCE, "a"] == DeviceLocation(State.DRA, 5.0, "the share is 2")
     assert places[RESOURCE, "b"] == DeviceLocation(State.TO_DRA, 5.0, "the share is 2", "team/train")
@@ -194,7 +194,7 @@ def test_places_are_those_of_the_ledger() -> None:
 
 
 def test_claims_hold_devices_but_administrators_do_not() -> None:
-    """A claim that is being prepared holds its devices already; administrative access holds nothing, and is told."""
+    """A claim holds its devices already while it is prepared; with adminAccess it is listed as such."""
     claims = status_of(bridge()).report().claims
     assert [one.claim for one in claims if one.admin]
     assert {one for one in claims if not one.admin} == {
@@ -204,7 +204,7 @@ def test_claims_hold_devices_but_administrators_do_not() -> None:
 
 
 def test_claims_have_the_pods_that_they_were_prepared_for() -> None:
-    """By name, as far as the node shows it."""
+    """A claim is reported with the names of the pods that use it."""
     made = bridge()
     ledger = made.drivers[DRIVER].async_ledger
     claims = {key: replace(one, pods=frozenset({"1"})) for key, one in ledger.snapshot.claims.items()}
@@ -213,7 +213,10 @@ def test_claims_have_the_pods_that_they_were_prepared_for() -> None:
 
 
 def test_an_api_server_out_of_reach_is_a_problem_and_an_event() -> None:
-    """It is said with the time since when, also that it is back, and the agent stays ready; a short loss is nothing."""
+    """An API server out of reach for long is a problem with its start time, and an event; the agent stays ready.
+
+    Its return is an event, too. A short outage is neither.
+    """
     made = bridge()
     made.drivers[DRIVER].resources[RESOURCE].handover.denied = ()
     status, statistics = status_of(made), made.cluster.statistics
@@ -234,7 +237,10 @@ def test_an_api_server_out_of_reach_is_a_problem_and_an_event() -> None:
 
 
 def test_credentials_that_are_refused_are_one_problem() -> None:
-    """With the API server's answer and what to do, at once; what else fails by them is not said again."""
+    """Refused credentials are one problem, with the API server's answer and a remedy.
+
+    Watches and writes that fail for the same reason are no further problems.
+    """
     refused = failing("401 Unauthorized: node UID does not match", 401, 1.0)
     made = bridge(publisher=publisher(ObservedPool(Comparison(writes=1), accepted=True, failing=refused)))
     made.cluster.statistics.refused = made.watch.state.failing = replace(refused, since=refused.since - LOST)
@@ -248,7 +254,10 @@ def test_credentials_that_are_refused_are_one_problem() -> None:
 
 
 def test_a_token_that_is_not_renewed_is_a_problem() -> None:
-    """Before it expires; one that was just issued is none, and its expiry is measured."""
+    """A token that expires in 1 s of 100 s is a problem; after half of its life it is not.
+
+    Its expiry is a metric.
+    """
     made, now = bridge(), time.time()
     made.cluster.statistics.token = TokenLife(now - 50, now + 50)
     assert api_problems(made) == []
@@ -260,7 +269,7 @@ def test_a_token_that_is_not_renewed_is_a_problem() -> None:
 
 
 def test_writes_that_are_refused_are_a_problem() -> None:
-    """Once that lasts; a missing right has its remedy."""
+    """Refused writes of slices are a problem with a remedy once they have lasted for a while."""
     seen = ObservedPool(Comparison(writes=1), accepted=True, failing=failing("403 Forbidden: no", 403))
     (problem,) = api_problems(bridge(publisher=publisher(seen)))
     assert re.fullmatch(
@@ -272,7 +281,7 @@ def test_writes_that_are_refused_are_a_problem() -> None:
 
 
 def test_claims_that_cannot_be_listed_are_a_problem() -> None:
-    """Once that lasts: no device returns to the plugin side. An outage is said apart."""
+    """Refused lists of claims or writes of the Lease are a problem once they last; an outage is not such a problem."""
     (problem,) = api_problems(bridge(report=failing("403 Forbidden: no", 403)))
     assert problem.startswith("Lease dra-bridge/n8, by which `dra-bridge status` knows devices, cannot be written")
     (problem,) = api_problems(bridge(lists=failing("403 Forbidden: no", 403)))
@@ -282,7 +291,7 @@ def test_claims_that_cannot_be_listed_are_a_problem() -> None:
 
 
 def test_slices_that_are_not_known_have_no_figures() -> None:
-    """They do not count as published, and there is no number of them."""
+    """If the API server's slices are not known, they count as not published, and their figures are missing."""
     seen = ObservedPool(Comparison(1, 7, frozenset({"a"})), accepted=True, lapse=failing("no answer"))
     status = status_of(bridge(publisher=publisher(seen)))
     found = values(status)
@@ -293,7 +302,7 @@ def test_slices_that_are_not_known_have_no_figures() -> None:
 
 
 def test_a_watch_that_fails_is_a_problem() -> None:
-    """That of the Node, too, from which shares are read; an outage and the agent's start are none of it."""
+    """A failing or silent watch of the Node is a problem; an outage and the agent's start are not."""
     made = bridge()
     made.watch.state.failing = failing("403 Forbidden: no", 403)
     (problem,) = api_problems(made)
@@ -312,7 +321,7 @@ def test_a_watch_that_fails_is_a_problem() -> None:
 
 
 def test_a_node_that_is_gone_is_a_problem() -> None:
-    """Slices need it as their owner; so is a status of it that may not be written."""
+    """A missing Node is a problem, as slices need it as owner; so is a Node whose status may not be written."""
     made = bridge()
     made.watch.gone = True
     made.status_writer.refused = failing("403 Forbidden: no", 403, 1.0)
@@ -326,7 +335,10 @@ def test_a_node_that_is_gone_is_a_problem() -> None:
     [(service(), True), (service(live=False), False), (service(live=False, registrations=0), True)],
 )
 def test_a_driver_is_not_registered_with_a_kubelet_that_is_gone(one: Any, registered: bool) -> None:
-    """A driver is not told when the kubelet ends; the streams of the plugin side are."""
+    """If the plugin's streams to the kubelet have ended, the driver does not count as registered, either.
+
+    Unless the plugin has never registered.
+    """
     made = bridge()
     made.agent.services = {RESOURCE: one}
     status = status_of(made)
@@ -335,12 +347,12 @@ def test_a_driver_is_not_registered_with_a_kubelet_that_is_gone(one: Any, regist
 
 
 def test_the_node_is_that_of_the_bridge() -> None:
-    """Not the host's name."""
+    """The report has the name of the bridge's node."""
     assert status_of(bridge()).report().node == "n8"
 
 
 def test_figures_are_those_of_the_parts() -> None:
-    """Claims, moves, slices and the API server."""
+    """The metrics of claims, hooks, moves, slices and the API server have the values of the bridge's parts."""
     found = values(status_of(bridge()))
     assert {
         f"dra_registered {DRIVER}": 1,
@@ -409,13 +421,13 @@ def test_figures_are_those_of_the_parts() -> None:
     ],
 )
 def test_what_is_missing_is_said(changes: dict[str, Any], why: str) -> None:
-    """What keeps the other side unready is a reason not to be ready."""
+    """Slices that are not published, or a ledger that another agent has, make the agent unready, with the reason."""
     (reason,) = status_of(bridge(**changes)).report().unready
     assert re.search(why, reason)
 
 
 def test_a_driver_that_the_kubelet_refused_is_said() -> None:
-    """With the kubelet's own words."""
+    """A driver that the kubelet refused makes the agent unready, with the kubelet's error."""
     made = bridge()
     made.drivers[DRIVER].registrar = SimpleNamespace(
         registered=False, statistics=registrar.RegistrarStatistics(error="unsupported version")
@@ -426,7 +438,7 @@ def test_a_driver_that_the_kubelet_refused_is_said() -> None:
 
 
 def test_a_former_driver_is_missed_only_while_it_has_something_to_do() -> None:
-    """The agent is ready without a driver that no resource names any more, and that has no claims to unprepare."""
+    """A former driver that is not registered makes the agent unready only while it has claims to unprepare."""
     made = bridge()
     former = made.drivers[DRIVER]
     former.registrar = SimpleNamespace(
@@ -441,7 +453,7 @@ def test_a_former_driver_is_missed_only_while_it_has_something_to_do() -> None:
 
 
 def test_pods_that_a_kubelet_restart_would_end_are_a_problem() -> None:
-    """They are named; without any there is no problem."""
+    """Pods that a kubelet restart would end are a problem that names them; without such pods there is none."""
     made = bridge()
     (problem,) = status_of(made).report().problems
     assert problem.startswith(
@@ -452,7 +464,7 @@ def test_pods_that_a_kubelet_restart_would_end_are_a_problem() -> None:
 
 
 def test_status_is_made_for_json() -> None:
-    """Everything in it can be written."""
+    """The bridge's status can be written as JSON, and has waits, shares and publication."""
     status = json.loads(json.dumps(status_of(bridge()).report().status))
     assert status[DRIVER]["waiting"] == {RESOURCE: {"b": "team/train", "c": "a list of claims"}}
     assert status[DRIVER]["shares"] == {RESOURCE: "2"}
@@ -461,7 +473,7 @@ def test_status_is_made_for_json() -> None:
 
 @promtool
 def test_promtool_finds_nothing_wrong() -> None:
-    """The bridge's names, types, help and units are as Prometheus's own linter wants them."""
+    """`promtool check metrics` finds nothing wrong in the bridge's metrics."""
     still = Still(resource("a", "b", "c", "d"))
     still.providers.append(status_of(bridge()))
     registry = CollectorRegistry(auto_describe=False)
@@ -473,7 +485,7 @@ def test_promtool_finds_nothing_wrong() -> None:
 
 
 def test_all_of_it_is_valid_text() -> None:
-    """Together with the agent's own families, in the stricter of the formats."""
+    """The bridge's and the agent's metrics together are valid OpenMetrics text."""
     still = Still(resource("a", "b", "c", "d"))
     still.providers.append(status_of(bridge()))
     text = generate_open(AgentCollector(still.observer().view)).decode()  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""When an agent with both sides counts as started where it is a unit of systemd that the kubelet comes after."""
+"""An agent with both sides as a systemd unit that starts before the kubelet: when the agent counts as started."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def offered(server: FakeApiServer) -> int:
 
 
 def test_ready_after_a_reboot_with_devices_on_both_sides(tmp_path: Path) -> None:
-    """It does not wait for what only a kubelet can tell of devices on the DRA side, nor for the API server."""
+    """After a reboot the agent is ready without a kubelet and an API server, with devices on both sides."""
     (tmp_path / "config.yaml").write_text(CONFIG)
     (tmp_path / "cdi").mkdir()
     with service_manager() as manager, contextlib.ExitStack() as stack:
@@ -43,7 +43,7 @@ def test_ready_after_a_reboot_with_devices_on_both_sides(tmp_path: Path) -> None
                 node.start_pod("limits", {"example.com/fpga": 1}).wait_running()
                 process.send_signal(signal.SIGKILL)
                 process.wait()
-            # Where there is no kubelet; with a short name, as sockets need it.
+            # A copy of the kubelet's root without a kubelet; the path is short because sockets need that.
             after = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "k"
             shutil.copytree(root, after, ignore=lambda of, names: [one for one in names if Path(of, one).is_socket()])
         log = stack.enter_context(open(tmp_path / "log", "w"))

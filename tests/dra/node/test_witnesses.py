@@ -1,7 +1,7 @@
-"""A whole agent on the embedded node that errs as real ones do: no device ever has two holders.
+"""An agent on the embedded node with failures as on real nodes: no device ever has two holders.
 
-What a real node is made to do as well is in tests/scenarios/sides.py. In each test `released` is called for no device
-that a container has at that moment.
+tests/scenarios/sides.py has the failures that real nodes have in tests as well. In each test `released` is called for
+no device that a container has at that moment.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ONE = {R: 1}
 
 
 class Wiped(Listed):
-    """Devices that are wiped when they come free."""
+    """A source that notes the devices that come free. wrong: devices that a container has at that moment."""
 
     def __init__(self, count: int, node: FakeNode) -> None:
         super().__init__(R, D, *(f"d{number}" for number in range(count)))
@@ -40,7 +40,7 @@ class Wiped(Listed):
 
 
 def in_use(node: FakeNode) -> set[str]:
-    """Return the devices of pods of which a container runs, or is about to."""
+    """Return the devices of pods with a running container."""
     with node.changed:
         pods = [*node.pods.values(), *node.orphans.values()]
         running = [pod for pod in pods if any(one.state == "running" for one in pod.all_containers.values())]
@@ -63,7 +63,7 @@ async def reconcile(here: AgentOnNode) -> None:
 
 
 async def test_devices_that_came_free_while_no_agent_ran_are_released_at_the_start(node: FakeNode) -> None:
-    """Once, when it is known who holds what; of either side, and none that is held."""
+    """Devices without a holder at the agent's start are released once, on both sides; held devices are not."""
     async with witnessed(node, 4) as (here, source):
         here.ask("2")
         await here.until(lambda: list(here.states.values()).count(State.DRA) == 2)
@@ -78,9 +78,10 @@ async def test_devices_that_came_free_while_no_agent_ran_are_released_at_the_sta
 @pytest.mark.parametrize("own", [False, True], ids=["CDI file alone", "own file"])
 @pytest.mark.parametrize("when", ["before", "after"])
 async def test_ledger_and_claim_state_are_lost_and_a_claims_pod_hangs(node: FakeNode, when: str, *, own: bool) -> None:
-    """The claim's files hold its device until the pod's processes end or, if the pod is unknown, the boot.
+    """The claim's files keep its device held until the pod's processes end, and longer if no file names the pod.
 
-    after: the kubelet had listed the pod before, so no process runs whose claims are unknown: the files name the pod.
+    before: the pod is deleted by force while kubelet and agent are down, so only the agent's own file names the pod.
+    after: the agent learns from the kubelet which pod has the claim, before the pod is deleted by force.
     """
     async with witnessed(node) as (here, _):
         here.ask("all")
@@ -116,7 +117,7 @@ async def test_ledger_and_claim_state_are_lost_and_a_claims_pod_hangs(node: Fake
 
 
 async def test_a_pod_that_joins_a_claim_is_in_the_claims_file(node: FakeNode) -> None:
-    """The kubelet does not tell the driver; the claim state does, before a lost ledger would need it."""
+    """A second pod of a prepared claim is added to the claim's file, by the kubelet's claim state."""
     async with on_node(node, Wiped(1, node)) as here:
         here.ask("all")
         await here.settle(State.DRA)
@@ -130,7 +131,7 @@ async def test_a_pod_that_joins_a_claim_is_in_the_claims_file(node: FakeNode) ->
 
 
 async def test_a_pod_is_recorded_before_its_claim_ends(node: FakeNode, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kubelet is asked for its pods soon after a pod of a claim runs, so that Unprepare need not ask."""
+    """A claim's pod is recorded soon after it runs, before the next regular reconciliation."""
     monkeypatch.setattr(claim_checks, "RECONCILE", 3600.0)
     async with witnessed(node) as (here, _):
         here.ask("all")
@@ -142,7 +143,7 @@ async def test_a_pod_is_recorded_before_its_claim_ends(node: FakeNode, monkeypat
 async def test_a_claim_ends_soon_after_the_processes_that_outlive_it(
     node: FakeNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The kubelet was answered that it is unprepared; its device does not wait for the next regular reconciliation."""
+    """A claim that was unprepared while its pod's processes hang ends soon after these processes."""
     monkeypatch.setattr(preparation, "PATIENCE", 0.0)
     monkeypatch.setattr(claim_checks, "RECONCILE", 3600.0)
     async with witnessed(node) as (here, _):
@@ -158,7 +159,7 @@ async def test_a_claim_ends_soon_after_the_processes_that_outlive_it(
 
 
 async def test_devices_move_to_the_plugin_side_without_a_kubelet(node: FakeNode) -> None:
-    """That side's evidence comes from the API server alone; moves to DRA wait for the kubelet."""
+    """Without a kubelet, devices move from DRA to the plugin; moves to DRA wait for the kubelet."""
     async with witnessed(node, 2) as (here, _):
         here.ask("1")
         await here.until(lambda: list(here.states.values()).count(State.DRA) == 1)
@@ -176,15 +177,18 @@ async def test_devices_move_to_the_plugin_side_without_a_kubelet(node: FakeNode)
 
 
 async def never(wanted: object = ()) -> None:
-    """Find no holders, and do not end."""
+    """Wait for ever, in place of a scan."""
     await asyncio.Event().wait()
 
 
 async def test_the_agent_dies_before_it_learns_the_pod_and_the_checkpoint_is_lost(node: FakeNode) -> None:
-    """A grant that the ledger records without a holder counts as in use: its device is neither released nor moved."""
+    """The agent dies before it learns a grant's pod, and the checkpoint is lost: the device counts as held.
+
+    It is neither released nor moved until the pod has ended.
+    """
     async with witnessed(node, 2) as (here, source):
         await here.until(lambda: sorted(source.wiped) == ["d0", "d1"])
-        await here.bridge.agent.scanner.scan()  # what was under way has ended
+        await here.bridge.agent.scanner.scan()  # wait for a scan that is running
         here.bridge.agent.tracker.scan = never  # type: ignore[method-assign]
         pod = await here.run("p", ONE)
         (held,) = pod.device_ids

@@ -104,7 +104,7 @@ def paths(body: Object) -> list[Object]:
 
 
 def test_one_host_path_there_and_back() -> None:
-    """The patch changes the hostPath of the kubelet's directory, and the patch of the undo restores the object."""
+    """Adoption changes only the hostPath of the kubelet's directory; the undo's patch restores the whole DaemonSet."""
     body = daemon_set("/dev", f"{PLUGINS}/", metadata={"annotations": {"a": "b"}})
     found = adopt(body, [AGENT], {"n1"})
     assert not found.problems

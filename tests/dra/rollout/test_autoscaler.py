@@ -155,7 +155,10 @@ def test_what_status_says_of_marks() -> None:
 
 
 def test_a_lease_has_the_report() -> None:
-    """A node's report is in its Lease; a slice with names alone has none, and a report there is a former agent's."""
+    """A node's report is read from its Lease.
+
+    A report in a ResourceSlice is a former agent's, and takes precedence; a slice with names only has no report.
+    """
     report = Progress({R: ResourceProgress("none", {"plugin": 4})}, qualifiers={R: ""})
     names = Progress({}, qualifiers={R: ""})
     lease = {"metadata": {"name": "n1", "annotations": {progress.annotation(D): progress.encoded(report)}}}
