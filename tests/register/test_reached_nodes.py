@@ -1,0 +1,84 @@
+"""Random grants of a listed resource and of an adopted one whose responses name nodes of the listed devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deviceplugin.identity import UNIDENTIFIED, Tokens, identified
+from deviceplugin.register import operations
+from deviceplugin.register.identification import reach
+from deviceplugin.register.question import View, Wanted
+from deviceplugin.register.records import WHOLE, Change, Decision, RegisterSnapshot
+
+LISTED, ADOPTED, BOOT = "example.com/listed", "vendor.example/adopted", "1"
+NODES = {f"d{number}": frozenset({f"char:240:{number}"}) for number in range(3)}
+CONTROL = "char:195:255"
+VIEW = View(BOOT, present={(LISTED, name): tokens for name, tokens in NODES.items()})
+
+Step = Callable[[RegisterSnapshot], RegisterSnapshot]
+_ids = st.sampled_from(sorted(NODES))
+_responses = st.frozensets(
+    st.sampled_from([CONTROL, *(node for nodes in NODES.values() for node in nodes)]), max_size=3
+)
+
+
+def allocate(name: str) -> Step:
+    """Return a step in which a pod requests a listed device."""
+    wanted = Wanted((LISTED, name), identified(NODES[name], BOOT), WHOLE)
+    return lambda state: state.following(operations.grant(LISTED, {name: wanted}, VIEW, 1.0)(state))
+
+
+def forward(name: str, nodes: Tokens) -> Step:
+    """Return a step in which the plugin responds to an Allocate of its id with these nodes.
+
+    If the pod must not get the nodes, the kubelet rejects the pod, and the id has no holder afterwards.
+    """
+
+    def step(state: RegisterSnapshot) -> RegisterSnapshot:
+        was = state.allocations.get((ADOPTED, name))
+        wanted = Wanted((ADOPTED, name), UNIDENTIFIED, WHOLE)
+        state = state.following(operations.grant(ADOPTED, {name: wanted}, VIEW, 1.0)(state))
+        decision: Decision[str] = reach(ADOPTED, [name], nodes, VIEW)(state)
+        return end(ADOPTED, name)(state) if decision.answer and was is None else state.following(decision)
+
+    return step
+
+
+def end(resource: str, name: str) -> Step:
+    """Return a step in which an allocation ends."""
+
+    def step(state: RegisterSnapshot) -> RegisterSnapshot:
+        present = (resource, name) in state.allocations
+        changes = [Change("allocations", (resource, name), None)] if present else []
+        return state.with_changes(changes, state.sequence + 1)
+
+    return step
+
+
+_steps = st.one_of(
+    st.builds(allocate, _ids),
+    st.builds(forward, _ids, _responses),
+    st.builds(end, st.sampled_from([LISTED, ADOPTED]), _ids),
+)
+
+
+@given(st.lists(_steps, max_size=12))
+def test_no_listed_device_has_a_holder_while_a_holder_of_an_adopted_id_can_open_it(steps: list[Step]) -> None:
+    """After any sequence of grants, responses and ends, a listed device is held by its resource or by the plugin's."""
+    state = RegisterSnapshot()
+    for step in steps:
+        state = step(state)
+        opened: Tokens = frozenset().union(*(record.identity.reached for record in state.allocations_of(ADOPTED)))
+        for record in state.allocations_of(LISTED):
+            assert record.identity.tokens.isdisjoint(opened)
+
+
+def test_control_nodes_are_of_all() -> None:
+    """A listed device, and ids whose responses name its control node, have holders at the same time."""
+    state = RegisterSnapshot()
+    for step in (allocate("d0"), forward("d0", frozenset({CONTROL})), forward("d1", frozenset({CONTROL}))):
+        state = step(state)
+    assert state.allocations.keys() == {(LISTED, "d0"), (ADOPTED, "d0"), (ADOPTED, "d1")}
