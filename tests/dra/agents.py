@@ -1,4 +1,4 @@
-"""Whole agents on the fake node, in the test's event loop, and observations of them from outside."""
+"""Agents on the fake node, in the test's event loop, and observations of them from outside."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ from tests.waits import PATIENCE, until
 
 NODE: Final = "node"
 R, D = "example.com/fpga", "fpga.example.com"
-"""Resource and driver of tests that have one of each."""
+"""The resource and the driver of tests that have one of each."""
 SAYS: Final = "DEVICE_"
-"""Begins the variable by which a container says that it has a device."""
+"""The prefix of the variable that names a device in its container."""
 
 
 class Listed(DeviceSource):
-    """Devices that a test lists: by id, or as they are; d0 and d1 at first unless it says others.
+    """A source whose devices a test lists, by id or as Device objects; at first d0 and d1 unless others are given.
 
-    driver: "" for none. tokens: whether it is known what the devices are, beyond ids.
+    driver: "" for none. tokens: whether devices that are listed by id have an identity.
     """
 
     def __init__(
@@ -54,11 +54,11 @@ class Listed(DeviceSource):
         self.list(*(devices or ("d0", "d1")))
 
     def list(self, *devices: Device | str, **fields: Any) -> None:
-        """List these devices and no others; fields: further fields of the devices that are given by id."""
+        """List these devices and no others. fields: further fields of the devices that are given by id."""
         self.lists.put_nowait([one if isinstance(one, Device) else self.device(one, **fields) for one in devices])
 
     def device(self, name: str, **fields: Any) -> Device:
-        """Return a device that says in its container which one it is."""
+        """Return a device whose id is in the name of a variable of its container."""
         identity = {"identity": f"serial:{name}"} if self.tokens else {}
         return Device(name, **{"edits": ContainerEdits({f"{SAYS}{name}": "1"}), **identity, **fields})
 
@@ -89,7 +89,7 @@ class AgentOnNode:
 
     resource = R
     driver = D
-    """What is meant where a test names none."""
+    """The resource and the driver of methods to which a test gives none."""
 
     def __init__(self, node: FakeNode, agent: Agent, bridge: Bridge | None = None) -> None:
         self.node = node
@@ -118,12 +118,12 @@ class AgentOnNode:
 
     @property
     def claims(self) -> set[str]:
-        """Namespace and name of the claims that are recorded."""
+        """Namespace and name of the recorded claims."""
         return {claim.title for claim in self.recorded.claims.values()}
 
     @property
     def names(self) -> dict[str, str]:
-        """Published names by device."""
+        """The published name of each device, by device id."""
         drivers = self.bridge.drivers.values()
         return {device.id: name for one in drivers for name, (_, device) in one.driver.devices.by_name.items()}
 
@@ -147,7 +147,7 @@ class AgentOnNode:
 
     @property
     def waiting(self) -> dict[str, str]:
-        """The same as text."""
+        """The reasons as text, by device id."""
         return {device: wait.text for device, wait in self.waits.items()}
 
     def healthy(self, resource: str = "") -> set[str]:
@@ -177,13 +177,13 @@ class AgentOnNode:
         await self.until(enough)
 
     async def listening(self) -> None:
-        """Wait until a kubelet that has restarted listens to the plugin, and was scanned then."""
+        """Wait until a restarted kubelet has the plugin's devices, and the agent has scanned it."""
         endpoint = self.agent.services[self.resource].endpoint
         await self.until(lambda: endpoint.streams.shown() is not None and bool(self.node.devices(self.resource)))
         await self.scans()
 
     async def run(self, name: str, limits: Mapping[str, int], **options: Any) -> FakePod:
-        """Start a pod past the scheduler; return it when it runs or has failed."""
+        """Start a pod without the scheduler; return it when it runs or has failed."""
         return await asyncio.to_thread(self.node.run_pod, name, limits, check=False, timeout=PATIENCE, **options)
 
     async def claimant(self, name: str, driver: str = "", **options: Any) -> FakePod:
@@ -193,11 +193,11 @@ class AgentOnNode:
         return pod
 
     async def stopped(self, pod: FakePod) -> None:
-        """Delete a pod and wait until nothing of it runs."""
+        """Delete a pod and wait until none of its containers runs."""
         await asyncio.to_thread(pod.delete, PATIENCE)
 
     def allocate(self, name: str, driver: str, device: str, *, pod: str = "q", **result: Any) -> DevicesOfClaim:
-        """Make a claim that was allocated a device by its published name, whatever is in the slices."""
+        """Make a claim with an allocated device, given by its published name, whatever the slices have."""
         made = self.node.server.create(allocated_claim(name, driver, NODE, device, pod, **result))
         return DevicesOfClaim("default", name, made["metadata"]["uid"], {driver: []})
 
@@ -228,7 +228,7 @@ def bridge(
     period: float = 0.05,
     **options: Any,
 ) -> Bridge:
-    """Return an agent that scans often. share: of each resource. cdi: else the node's CDI directory."""
+    """Return an agent that scans often. share: the share of each resource. cdi: by default the node's CDI directory."""
     paths = replace(node.paths, cdi_dir=cdi or node.cdi)
     return Bridge(
         sources,

@@ -15,7 +15,7 @@ __all__ = ["allocated_claim", "claim_body", "device_class", "node_body", "unserv
 
 
 def device_class(driver: str) -> dict[str, Any]:
-    """Return a class of all devices of a driver, called like it; `dra_bridge.testing.serving` has a resource's."""
+    """Return a DeviceClass for all devices of a driver, named like it; `...testing.serving` has one by resource."""
     spec = {"selectors": [{"cel": {"expression": f'device.driver == "{driver}"'}}]}
     return {"apiVersion": "resource.k8s.io/v1", "kind": "DeviceClass", "metadata": {"name": driver}, "spec": spec}
 
@@ -50,7 +50,7 @@ def allocated_claim(name: str, driver: str, pool: str, device: str, *pods: str, 
 
 @contextlib.contextmanager
 def unserved(driver: str) -> Iterator[None]:
-    """Have no socket of a driver be made."""
+    """Let each attempt to make a socket of this driver fail."""
     bind = Registrar.bind
 
     async def refuse(self: Registrar, server: Any, path: Path) -> None:

@@ -544,7 +544,7 @@ def test_status_tells_devices_and_holders(nodes: FakeFleet, bridge: Callable[...
 
 
 def test_status_asks_the_agents(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
-    """Holders and health are those that agents answer, not those in a report; claims' holders are the API server's."""
+    """Holders and health are those that agents answer, not those of a report; "?" if an agent lacks a device."""
     nodes.agent("n1", count=5, held={"gpu-0": "pod default/ended"})
     nodes.server.create(agent_pod("n1"))
     pod = {"side": "plugin", "namespace": "ml", "pod": "train", "container": "c", "claim": "", "uid": "u"}

@@ -28,7 +28,7 @@ sys.modules.update(dict.fromkeys(("pytest", "hypothesis", "rich")))
 sys.argv = ["dra_bridge", "demo", "--hold"]
 runpy.run_module("dra_bridge", run_name="__main__")
 """
-"""The demo as in a user's installation, which has no pytest; neither demo wants rich."""
+"""The demo as in a user's installation, which has no pytest; the demo does not need rich."""
 
 
 def test_story_is_true_and_the_node_is_served_on(capsys: pytest.CaptureFixture[str]) -> None:
@@ -107,7 +107,7 @@ def test_the_failure_of_a_pod_fits_on_a_page() -> None:
 
 
 def test_a_harmless_naive_switch_is_not_told_as_harmful(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the naive switch gave no device twice, the demo would fail rather than say that it did."""
+    """If the naive switch gives no device two holders, the demo ends with 1 and says that it expected that."""
     monkeypatch.setattr(demo, "overlaps", lambda holdings: [])
     out = io.StringIO()
     assert demo.main(stream=out) == 1

@@ -121,7 +121,7 @@ def test_shared_devices() -> None:
 
 
 def test_each_part_of_a_shared_device_has_a_name() -> None:
-    """Each allocation of a shared device has a share ID and the consumed capacity; one of other devices has neither."""
+    """Each allocation of a shared device has a share ID and the consumed capacity; other allocations have neither."""
     capacity = {"shares": {"value": "2", "requestPolicy": {"default": "1"}}}
     slices = pool(device("a", allowMultipleAllocations=True, capacity=capacity))
     first, second = (allocate(claim(), [device_class()], [slices], (), "n") for _ in range(2))
@@ -263,7 +263,7 @@ def test_config_of_class_and_claim() -> None:
 
 
 def test_extended_resources_go_one_way() -> None:
-    """Allocatable resources come from the plugin, also when all are used. Else a DeviceClass with this name serves."""
+    """An allocatable resource comes from the plugin; with 0 allocatable, the newest DeviceClass of its name serves."""
     older = {**device_class(name="old", extendedResourceName=R)}
     newer = {**device_class(name="new", extendedResourceName=R)}
     newer["metadata"] = {**newer["metadata"], "creationTimestamp": "2026-01-01T00:00:00Z"}

@@ -69,7 +69,7 @@ def test_a_class_keeps_its_name_when_its_driver_gets_another_resource() -> None:
 
 
 def test_no_right_to_write_nodes(config: Config) -> None:
-    """No rule of the agent's allows to write Nodes or claims but a Node's status, and none has a wildcard."""
+    """The agent's role may not write Nodes and claims, apart from a Node's status, and has no wildcard."""
     role, operator = of_kind(manifests(config, TEXT), "ClusterRole")
     (binding,) = of_kind(manifests(config, TEXT), "ClusterRoleBinding")
     assert binding["roleRef"]["name"] == role["metadata"]["name"] != operator["metadata"]["name"]
@@ -80,7 +80,7 @@ def test_no_right_to_write_nodes(config: Config) -> None:
 
 
 def test_the_right_to_ask_agents(config: Config) -> None:
-    """Operators may read the pages of pods in the agent's namespace alone, where agents have pages."""
+    """Operators may read pages of pods in the agent's namespace alone; without a metrics port, this role is missing."""
     agents, role = of_kind(manifests(config, TEXT), "Role")
     assert {resource for rule in agents["rules"] for resource in rule["resources"]} == {"leases"}
     assert (role["metadata"]["name"], role["metadata"]["namespace"]) == ("dra-bridge-operator", "dra-bridge")
@@ -98,7 +98,7 @@ def test_config_travels_as_it_is(config: Config) -> None:
 
 
 def test_the_daemon_set_does_not_depend_on_what_drivers_are_called(config: Config) -> None:
-    """A renamed, added or removed driver needs no other pod: the agent takes the ConfigMap's change as it runs."""
+    """A renamed driver does not change the DaemonSet, because a running agent reads the changed ConfigMap."""
     other = TEXT.replace("acc.example.com", "renamed.example.com")
     assert other != TEXT
     (before,), (after,) = (of_kind(manifests(parse(text), text), "DaemonSet") for text in (TEXT, other))
@@ -131,7 +131,7 @@ def test_directories_of_sysfs_that_a_hook_writes_to(config: Config) -> None:
 
 
 def test_the_operator_may_patch_nodes_only_under_a_policy(config: Config) -> None:
-    """The role that may patch Nodes has the verb by which the policy knows it, and the drivers it may ask for."""
+    """The operator's right to patch Nodes has a verb of its own, which a policy checks; a rule names the drivers."""
     objects = manifests(config, TEXT)
     _, operator = of_kind(objects, "ClusterRole")
     (patching,) = (rule for rule in operator["rules"] if "patch" in rule["verbs"])

@@ -16,7 +16,7 @@ from deviceplugin import ContainerEdits, Device, DeviceNode, DeviceSource, Mount
 from deviceplugin.config import parse
 from dra_bridge.manifests import manifests
 from dra_bridge.testing import FakeApiServer, FakeNode, ServedBoth
-from dra_bridge.testing.plugin import bridged, fake_node  # an installation from before has no entry point for them
+from dra_bridge.testing.plugin import bridged, fake_node  # an older installation has no entry point for them
 from dra_bridge.testing.serving import device_class
 
 __all__ = ["bridged", "fake_node"]
@@ -197,7 +197,7 @@ def test_a_driver_whose_slices_cannot_be_made_harms_no_other(
 
         async def watch(self) -> AsyncIterator[Sequence[Device]]:
             device = Device("odd0", attributes=attributes)
-            attributes[1] = 1  # behind the constructor's back
+            attributes[1] = 1  # after the constructor's check
             yield [device]
 
     bridged(Odd(), Fpga(), share="all", timeout=None)

@@ -39,7 +39,7 @@ def test_examples() -> None:
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
 @pytest.mark.parametrize("name", ["dra-bridge.service", "deviceplugin.service", "dra-bridge-token.service"])
 def test_exposure(name: str) -> None:
-    """By systemd's own count, from 0 to 10, each is exposed to less than 2.5."""
+    """`systemd-analyze security` rates the exposure of each unit below 2.5 of 10."""
     command = ["systemd-analyze", "security", "--offline=yes", str(ROOT / "examples" / "systemd" / name)]
     shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     exposure = re.search(r"exposure level for \S+: ([\d.]+)", shown)
@@ -65,7 +65,7 @@ def test_what_the_agent_writes_to() -> None:
 
 
 def test_devices_of_the_host() -> None:
-    """The agent may open no device, unless the config file has it open some."""
+    """The unit may open no device, unless a health probe opens devices or the devices are NVIDIA GPUs."""
     assert unit()["DevicePolicy"] == "closed"
     probed = BOTH.replace("}]}", "}], health: {probe: open}}")
     assert "DevicePolicy" not in unit(probed)

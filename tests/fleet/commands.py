@@ -30,7 +30,7 @@ IMAGES: Final = [
     {"names": [f"registry.example.com/team/image-{number}@sha256:{number:064x}", f"image-{number}:v1"], "sizeBytes": 1}
     for number in range(50)
 ]
-"""As many as a kubelet reports (nodeStatusMaxImages)."""
+"""The images in a Node's status: as many as a kubelet reports (nodeStatusMaxImages)."""
 
 
 SLICES: Final = "resource.k8s.io/v1"
@@ -69,7 +69,7 @@ def report(share: str, requested: str) -> str:
 
 
 class Wanted(NamedTuple):
-    """The annotations of a Node for its agent. share: "" for none. pool: whether a slice even without devices."""
+    """A Node's annotations for its agent. share: "" for none. pool: whether a slice is wanted even without devices."""
 
     share: str = ""
     pool: bool = False
@@ -81,7 +81,7 @@ class Wanted(NamedTuple):
 
 
 class Reports:
-    """Stands for the agents: has a Node's Lease say that all devices have moved soon after a share is requested.
+    """A stand-in for the agents: soon after a share is requested, a Node's Lease reports that all devices have moved.
 
     It publishes and withdraws the slice, too.
     """

@@ -26,21 +26,21 @@ class Limit(NamedTuple):
 
 
 REST_REQUESTS = 1.0
-"""Of an agent at rest in a minute, beside its watches."""
+"""Requests of an agent at rest in a minute, without its watches."""
 MOVE_REQUESTS = 10.0
-"""Of an agent for all 8 devices of its node that move."""
+"""Requests of an agent for a move of all 8 devices of its node."""
 CLAIM_READS = 1.0
-"""Of an agent for a claim that is prepared and unprepared: the GET of it."""
+"""Reads of an agent for a claim that is prepared and unprepared: one GET of the claim."""
 CLAIM_WRITES = 2.0
-"""Of an agent for such a claim: its Lease names the claim, and then no more."""
+"""Writes of an agent for such a claim: its Lease names the claim, and later does not."""
 GROWTH = 1.25
-"""How many times as much an agent may ask, be sent and use in the largest fleet as in the smallest."""
+"""Ratio of an agent's requests, received bytes and CPU time in the largest fleet to those in the smallest."""
 IN_STEP = 60.0
-"""Seconds after which all agents have all their watches again, from the start of the API server's process."""
+"""Seconds from the start of the API server's process until all agents have all their watches again."""
 SPREAD = 20.0
-"""Seconds between the first and the last list after a restart."""
+"""Seconds between the first and the last list after a restart, at least."""
 BUSIEST = 0.15
-"""Part of these lists that may be made in one second."""
+"""Part of these lists that may come in one second."""
 FIRST_OUTPUT = 2.0
 """Seconds until `status` and `rollout` show something, on a machine that does no other work."""
 COMMAND_MB = 150.0
@@ -50,6 +50,6 @@ POD_LISTS = 0.5
 NODE_MB = 100.0
 """Resident MB of an agent with 300 devices and 110 pods, 100 of them with claims."""
 NODE_GROWTH = 1.1
-"""How many times as much memory and ledger an agent may have after 10,000 pods as after the first tenth of them."""
+"""Ratio of an agent's memory and ledger after 10,000 pods to those after the first tenth of the pods."""
 NODE_FILES = 2
-"""Open files and threads that it may have more."""
+"""Open files, and threads, that an agent may have more after 10,000 pods than after the first tenth of them."""

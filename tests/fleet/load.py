@@ -33,7 +33,7 @@ FILLED: Final = 0.9
 LIFE: Final = 30.0
 """Seconds from a pod's creation to its deletion."""
 MOST: Final = 5.0
-"""Pods a second."""
+"""The maximum number of short pods that start in a second."""
 BUSY: Final = 0.75
 """Part of the free devices that the short pods have at once."""
 TIMEOUT: Final = 600.0
@@ -116,7 +116,7 @@ class Pods:
         wait_for(lambda: self.found()["ran"].keys() >= set(names), TIMEOUT, f"{len(names)} pods run")
 
     def wait_none(self, begin: str = "") -> None:
-        """Wait until there are no pods with such names any more."""
+        """Wait until there are no pods whose names begin so."""
 
         def left() -> list[str]:
             names = [body["metadata"]["name"] for body in self._api.list("Pod", NAMESPACE, "v1")]

@@ -31,7 +31,7 @@ TIMEOUT: Final = 300.0
 
 @dataclass
 class Use:
-    """What an agent uses. mb: resident. ledger: bytes, without the log of changes, which has a bound of its own.
+    """The resources that an agent uses. mb: resident. ledger: bytes, without its log of changes, which has a limit.
 
     files: open files. threads: of the process.
     """
@@ -86,7 +86,7 @@ def start(node: FakeNode, number: int) -> list[FakePod]:
 
 
 def each(pods: Sequence[FakePod], do: Callable[[FakePod], object]) -> None:
-    """Do something with all pods side by side."""
+    """Call a function with each pod, all at the same time."""
     with ThreadPoolExecutor(len(pods)) as pool:
         list(pool.map(do, pods))
 

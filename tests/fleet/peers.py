@@ -1,4 +1,4 @@
-"""The same counts for the Go example driver, which uses the helper of Go drivers (kubeletplugin)."""
+"""The measurements of `tests.fleet.parts` for the Go example driver, which uses the helper kubeletplugin."""
 
 from __future__ import annotations
 

@@ -57,8 +57,8 @@ class Usage(NamedTuple):
 class ControlPlane(Cluster):
     """etcd and the API server, with default priority and fairness, RBAC and the policies of the manifests.
 
-    etcd sends its progress every 5 s, as kubeadm configures it. Unless `start_scheduling` starts some, there are no
-    controllers: what they would do for the agents, which is to delete the Lease of a Node that is gone, no run needs.
+    etcd sends its progress every 5 s, as kubeadm configures it. There are no controllers, unless `start_scheduling`
+    starts some. Agents need a controller only for the Lease of a deleted Node, and no run deletes Nodes.
     """
 
     def __init__(self, version: str | None = None) -> None:
@@ -67,7 +67,7 @@ class ControlPlane(Cluster):
         self.accounts = self.directory / "accounts"
 
     def start(self, timeout: float = 120.0) -> None:
-        """Start both, and apply the manifests."""
+        """Start etcd and the API server, and apply the manifests."""
         began = time.monotonic()
         self.lay_out()
         policy = self.directory / "audit.json"
@@ -102,7 +102,7 @@ class ControlPlane(Cluster):
     def restart_apiserver(self, downtime: float) -> float:
         """End the API server as an upgrade does, and start it again; return when it was started (Unix seconds).
 
-        It waits for watches for a minute, and is ended before, as static pods are.
+        The API server waits up to a minute for watches; it is killed after 10 s, as static pods are.
         """
         self.components["kube-apiserver"].stop(signal.SIGTERM, 10.0)
         time.sleep(downtime)
@@ -112,7 +112,7 @@ class ControlPlane(Cluster):
 
     @property
     def admin_token(self) -> str:
-        """The token with all rights."""
+        """The administrator's token."""
         user = json.loads(self.kubeconfig.read_text())["users"][0]["user"]
         return str(user["token"])
 
@@ -201,5 +201,5 @@ def control_plane() -> Iterator[ControlPlane]:
 
 
 def names_of(count: int, first: int = 0) -> list[str]:
-    """Return names of nodes."""
+    """Return this number of node names."""
     return [f"n{number:04}" for number in range(first, first + count)]

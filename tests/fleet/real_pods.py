@@ -25,19 +25,19 @@ class ClaimsOfPods(Protocol):
     """The source of claims of an embedded kubelet."""
 
     def adopt(self, claim: Object) -> None:
-        """Have a claim that the real scheduler has allocated."""
+        """Add a claim that the real scheduler has allocated."""
 
     def release(self, name: str, namespace: str) -> None:
-        """Forget such a claim."""
+        """Remove such a claim."""
 
     def wake(self) -> None:
-        """Look for pods."""
+        """Have the embedded scheduler look for pods."""
 
 
 class RealPods:
     """The pods of a namespace on the nodes of this process.
 
-    nodes: with what each reads claims from. ran: by pod, when it ran (Unix seconds). failed: why pods did not run.
+    nodes: each node, with its source of claims. ran: by pod, when it ran (Unix seconds). failed: why pods did not run.
     """
 
     def __init__(self, api: Api, cluster: Cluster, nodes: Mapping[str, tuple[FakeNode, ClaimsOfPods]]) -> None:

@@ -19,7 +19,7 @@ def missed(found: OneNode | Load) -> list[str]:
 
 
 def test_a_node_that_grows_misses_limits() -> None:
-    """Memory, ledger, files and threads may not grow with the number of pods that came and went."""
+    """A node whose memory, ledger, open files and threads have grown after all pods misses four limits."""
     assert missed(NODE) == []
     grown = replace(NODE, late=Use(80.0, 100_000, 36, 33))
     assert len(missed(grown)) == 4
@@ -27,7 +27,7 @@ def test_a_node_that_grows_misses_limits() -> None:
 
 
 def test_a_load_with_pods_that_fail_or_share_a_device_misses_limits() -> None:
-    """While a rollout moves devices, a pod may wait until it is deleted, but may not fail."""
+    """Failed pods, shared devices, pods that never ran and reads miss 4 limits; during a rollout, only the first 2."""
     assert missed(LOAD) == []
     wrong = replace(LOAD, ran=95, failed=["why"], overlaps=["two"], requests={"get resourceclaims": 1.5})
     assert len(missed(wrong)) == 4

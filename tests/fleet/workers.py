@@ -1,4 +1,4 @@
-"""Processes with many nodes each (`tests.fleet.nodes`), and orders to them."""
+"""Processes with many nodes each (`tests.fleet.nodes`), and the orders to these processes."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from tests.fleet.plane import ControlPlane, Usage
 from tests.programs import image_environment
 
 PERIOD: Final = 10.0
-"""Seconds between two looks of an agent at its node's files. The agent's own value is 2.
+"""Seconds between two reads of a node's files by its agent. The agent's own value is 2.
 
-Looks ask the API server nothing, and two cores do not carry them for hundreds of nodes.
+These reads make no requests to the API server, and two cores are too slow for them on hundreds of nodes.
 """
 
 
@@ -28,7 +28,7 @@ class OrderError(Exception):
 
 
 class Worker:
-    """One process."""
+    """A process with many nodes."""
 
     def __init__(self, plane: ControlPlane, number: int, period: float = PERIOD) -> None:
         self.names: list[str] = []
@@ -77,7 +77,7 @@ class Worker:
         return Usage.of(self.process.pid)
 
     def close(self) -> None:
-        """End it."""
+        """End the process."""
         assert self.process.stdin is not None
         self.process.stdin.close()
         try:
@@ -96,7 +96,7 @@ class Fleet:
 
     @property
     def names(self) -> list[str]:
-        """All nodes."""
+        """The names of all nodes."""
         return [name for worker in self.workers for name in worker.names]
 
     def of(self, node: str) -> Worker:

@@ -1,4 +1,4 @@
-"""Rules and kinds of evidence switched off, one at a time, to see that the model finds the double allocation."""
+"""Rules and kinds of evidence that are switched off, one at a time: the model must find a double allocation."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _refusal_by_side(wanted: Collection[Use], state: RegisterSnapshot, view: Vie
 
 
 BY_STATE: Final = ((rules, "prepare_refusal", _prepare_by_state), (operations, "refusal", _refusal_by_side))
-"""Grants by the device's state alone, without the other side's holders: they would hide that a move ended early."""
+"""Grants by the device's state alone. The other side's holders would hide that a move ended early."""
 
 
 def _old_commit_to_dra(now: RegisterSnapshot, record: DeviceRecord, evidence: KubeletEvidence) -> rules.MoveWait | None:
@@ -131,7 +131,7 @@ MUTATIONS: Final[dict[str, tuple[tuple[object, str, Replacement], ...]]] = {
 }
 
 
-# Of walks (tests.model.walk).
+# Mutations for walks (tests.model.walk).
 
 _USES: Final = question.uses
 _BEGIN: Final = HookRuns._begin
@@ -139,7 +139,7 @@ _TOO_MANY: Final = "has too many holders"
 
 
 def _pairwise(wanted: Collection[Use], state: RegisterSnapshot, view: View, *args: Any, **more: Any) -> str:
-    """Ask beside one holder at a time."""
+    """Decide beside one holder at a time, not beside all holders together."""
     points = {point for one in wanted for point in one.points}
     for unit in {one.unit for one in _USES(state, points, view)}:
         own = more.get("own", lambda use: False)
@@ -154,7 +154,7 @@ def _no_tokens(*_: object) -> frozenset[str]:
 
 
 def _all_released(*_: object) -> dict[DeviceKey, str]:
-    """Release no device, because another name of held hardware would wait for that."""
+    """List no device as unreleased, because another name of held hardware would wait for its release."""
     return {}
 
 
@@ -197,7 +197,7 @@ def _no_files(*_: object) -> tuple[()]:
 
 QUESTION: Final = ((operations, "refusal"), (register, "refusal"), (offers, "refusal"))
 BY_DRIVER: Final = ((operations, "refusal", _refusal_by_driver),)
-"""The question without claims of other drivers: it would hide that Prepare has forgotten the driver."""
+"""The decision without claims of other drivers, which would hide that Prepare ignores a device's driver."""
 
 WALKS: Final[dict[str, tuple[str, tuple[tuple[object, str, Replacement], ...], str]]] = {
     "the amounts are summed": ("every name", tuple((*where, _pairwise) for where in QUESTION), _TOO_MANY),
@@ -229,19 +229,19 @@ WALKS: Final[dict[str, tuple[str, tuple[tuple[object, str, Replacement], ...], s
         _TOO_MANY,
     ),
 }
-"""What is switched off, in which plan that does harm, and which."""
+"""For each mutation: the plan in which it does harm, the replaced functions, and the text of the harm."""
 
 
 @contextmanager
 def without(what: str) -> Iterator[None]:
-    """Switch a rule or a kind of evidence off."""
+    """Switch off a rule or a kind of evidence until the end of the block."""
     with patched(MUTATIONS[what]):
         yield
 
 
 @contextmanager
 def patched(replacements: tuple[tuple[object, str, Replacement], ...]) -> Iterator[None]:
-    """Put other functions in the place of some."""
+    """Replace these functions until the end of the block."""
     with ExitStack() as stack:
         for module, name, replacement in replacements:
             stack.enter_context(patch.object(module, name, replacement))

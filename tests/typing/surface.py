@@ -12,7 +12,7 @@ from dra_bridge.testing import FakeNode, ServedBoth
 
 
 class Plain(DeviceSource):
-    """All plain functions, a generator that may block."""
+    """A source with plain functions; its generator may block."""
 
     resource = "example.com/plain"
 
@@ -22,7 +22,7 @@ class Plain(DeviceSource):
         yield (Device("a", health=Health.UNHEALTHY, message="hot"),)
 
     def edits(self, devices: Sequence[Device]) -> ContainerEdits:
-        """Everything at once."""
+        """Return edits of every kind."""
         assert_type(devices[0].numa_nodes, tuple[int, ...])
         return ContainerEdits({"A": "1"}, ["/dev/c"], [Mount("/a", "/b", readonly=False)], {"x": "y"}, ["v.com/c=d"])
 
@@ -38,7 +38,7 @@ class Plain(DeviceSource):
 
 
 class Coroutines(DeviceSource):
-    """All coroutine functions."""
+    """A source with coroutine functions."""
 
     resource = "example.com/coroutines"
     driver = "coroutines.example.com"
@@ -50,7 +50,7 @@ class Coroutines(DeviceSource):
         yield [Device("a", capacity={"memory": "16Gi", "slots": 2})]
 
     async def edits(self, devices: Sequence[Device]) -> ContainerEdits:
-        """Nothing."""
+        """Return the edits of all devices."""
         return ContainerEdits.merge(device.container_edits for device in devices)
 
     async def reset(self, devices: Sequence[Device]) -> None:
@@ -65,7 +65,7 @@ class Coroutines(DeviceSource):
 
 
 def main() -> None:
-    """Run both."""
+    """Run both sources."""
     assert_type(run(Plain(), Coroutines(), argv=["--kubelet-root", "/k"]), None)
     assert_type(run(Plain(), metrics_address=":9410", certificate=Path("/tls/both.pem"), token="/tls/token"), None)
 

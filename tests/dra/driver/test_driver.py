@@ -422,7 +422,7 @@ async def test_a_hook_that_works_on_after_its_timeout_has_the_device_to_itself(s
             asked += [one for one in (await here.prepare("1")).values() if isinstance(one, ClaimError)]
         assert [str(one) for one in asked] == [still] * len(asked)
         refusal = await here.refusal("2")
-        # The claim has the device still, for it could not be undone.
+        # The claim still has the device if its Prepare could not be undone.
         assert "held by claim default/claim-1" in str(refusal) or str(refusal) == still
         assert len(source.calls) == calls
         source.hook_timeout = 5.0
@@ -920,7 +920,7 @@ async def test_claims_that_went_away_while_the_agent_was_down_are_unprepared(
         ({"1"}, ENDED),  # the kubelet counts it as prepared, and will unprepare it
         (set[str](), PodProcesses(frozenset({"pod-uid"}))),  # the claim's finalizer was removed while its pod runs
         (set[str](), PodProcesses(None, frozenset({"pod-uid"}))),
-        (set[str](), PodProcesses()),  # nobody can say whether its pod runs
+        (set[str](), PodProcesses()),  # it is not known whether its pod runs
     ):
         assert await after.driver.reconciler.reconcile(named, pods) == {}
     assert await after.driver.reconciler.reconcile((), ENDED) == {"unprepared": ["1"]}
@@ -1392,7 +1392,7 @@ async def test_an_api_server_that_is_away_is_the_claims_error(
         await driver.close()
 
 
-# Anything at all.
+# Arbitrary claims and requests.
 
 scalars = st.none() | st.booleans() | st.integers() | st.text(max_size=6)
 anything = st.recursive(

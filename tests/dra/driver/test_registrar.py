@@ -82,7 +82,7 @@ class Server(ClusterClaims):
 
 @pytest.fixture
 def root() -> Iterator[Path]:
-    # Short: a socket's path has 107 bytes.
+    # A short path, because a socket's path has at most 107 bytes.
     path = Path(tempfile.mkdtemp(prefix="k"))
     yield path
     shutil.rmtree(path, ignore_errors=True)

@@ -1,4 +1,7 @@
-"""At every step of a swap, a CDI file has no number of another device, and none that another holder reaches."""
+"""At every step of a swap, a CDI file has no number of another device, and none that another holder reaches.
+
+Two sticks are links to /dev/tty and /dev/ptmx. A fake sysfs shows the numbers of these nodes as those of USB devices.
+"""
 
 from __future__ import annotations
 

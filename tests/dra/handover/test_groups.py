@@ -60,7 +60,7 @@ def test_order_is_found_again_only_when_devices_or_links_change(monkeypatch: pyt
     asked: list[set[str]] = []
 
     def note(devices: Collection[str], score: Mapping[frozenset[str], float]) -> list[str]:
-        if len(devices) > 2:  # it asks itself for the halves
+        if len(devices) > 2:  # `arranged` calls itself for the halves
             asked.append(set(devices))
         return arranged(devices, score)
 

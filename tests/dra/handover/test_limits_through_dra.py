@@ -1,4 +1,4 @@
-"""Moves beside pods that DRA serves by their limits: none makes a kubelet restart end a pod, unless it is forced."""
+"""Moves beside pods that DRA serves by their limits: a kubelet restart then ends no pod, unless moves are forced."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ PLUGIN, TO_DRA, DRA, TO_PLUGIN = State.PLUGIN, State.TO_DRA, State.DRA, State.TO
 
 
 async def started(here: AgentOnNode, name: str, count: int = 1) -> FakePod:
-    """Start a pod with limits; it runs."""
+    """Start a pod with limits, and wait until it runs."""
     pod = here.node.start_pod(name, {R: count})
     await asyncio.to_thread(pod.wait_running, 60)
     return pod
 
 
 def allocate_by_limits(here: AgentOnNode, claim: str, device: str) -> None:
-    """Have the scheduler allocate a device to a claim for a pod's limits; the kubelet does not ask for it."""
+    """Allocate a device to a claim for a pod's limits, as the scheduler does; the claim is not prepared."""
     names = here.bridge.drivers[D].driver.devices.by_name
     name = next(name for name, (_, listed) in names.items() if listed.id == device)
     made = allocated_claim(claim, D, here.node.name, name)
@@ -34,7 +34,10 @@ def allocate_by_limits(here: AgentOnNode, claim: str, device: str) -> None:
 
 
 async def test_devices_return_when_no_pod_has_one_through_dra_by_limits(node: FakeNode) -> None:
-    """Idle ones leave the slices and wait with the held one; a pod with a claim of its own keeps none but its own."""
+    """Devices leave the slices, and return when no pod has a device through DRA by limits.
+
+    A pod with a claim of its own then keeps only its own device from returning.
+    """
     async with on_node(node, fpgas(3)) as here:
         here.ask("all")
         await here.settle(DRA, DRA, DRA)
@@ -52,7 +55,10 @@ async def test_devices_return_when_no_pod_has_one_through_dra_by_limits(node: Fa
 
 
 async def test_pods_by_limits_that_wait_do_not_keep_devices_from_returning(node: FakeNode) -> None:
-    """They get none through DRA meanwhile, also none of those that claims are to keep; a claim's device turns round."""
+    """While devices are to return, a waiting pod with limits gets none through DRA, but later gets them by the plugin.
+
+    The device of a pod with a claim stays on the DRA side, as the share is 1.
+    """
     async with on_node(node, fpgas(4)) as here:
         here.ask("all")
         await here.settle(DRA, DRA, DRA, DRA)
@@ -70,7 +76,7 @@ async def test_pods_by_limits_that_wait_do_not_keep_devices_from_returning(node:
 
 
 async def test_devices_that_wait_to_return_are_offered_to_claims(node: FakeNode) -> None:
-    """With `wait` nothing is withdrawn before the last pod by limits has ended."""
+    """With `drain: wait`, claims get devices until the last pod with limits through DRA has ended."""
     async with on_node(node, fpgas(2)) as here:
         here.ask("all")
         await here.settle(DRA, DRA)
@@ -86,7 +92,7 @@ async def test_devices_that_wait_to_return_are_offered_to_claims(node: FakeNode)
 
 
 async def test_an_allocation_by_limits_that_is_not_prepared_keeps_devices(node: FakeNode) -> None:
-    """The scheduler has written it, the kubelet has not asked yet: the pod counts at the kubelet's next start."""
+    """An allocation for a pod's limits that is not prepared yet keeps all devices from returning."""
     async with on_node(node, fpgas(2)) as here:
         here.ask("all")
         await here.settle(DRA, DRA)
@@ -99,7 +105,10 @@ async def test_an_allocation_by_limits_that_is_not_prepared_keeps_devices(node: 
 
 
 async def test_none_turns_round_before_the_others_have_returned(node: FakeNode) -> None:
-    """Else pods by limits would get it through DRA, and the others would wait for these pods, again and again."""
+    """While an allocation by limits keeps devices from returning, no device goes back to DRA for the share of 1.
+
+    Else pods with limits would get that device through DRA, and the others would wait for these pods again.
+    """
     async with on_node(node, fpgas(4)) as here:
         here.ask("all")
         await here.settle(DRA, DRA, DRA, DRA)
@@ -119,7 +128,7 @@ async def test_none_turns_round_before_the_others_have_returned(node: FakeNode) 
 
 
 async def test_claims_keep_their_share_beside_pods_by_limits_that_wait(node: FakeNode) -> None:
-    """What the share leaves to claims does not arrive on the plugin's side, where a pod that waits would get it."""
+    """With a share of 1, a claim gets one of three returning devices, and waiting pods with limits get two."""
     async with on_node(node, fpgas(3)) as here:
         here.ask("all")
         await here.settle(DRA, DRA, DRA)
@@ -136,7 +145,7 @@ async def test_claims_keep_their_share_beside_pods_by_limits_that_wait(node: Fak
 
 
 async def test_claims_that_hold_more_than_their_share_keep_it(node: FakeNode) -> None:
-    """One of their devices turns round while the other waits for its claim."""
+    """Two claims have devices and the share is 1: one device goes back to DRA, the other waits for its claim."""
     async with on_node(node, fpgas(3)) as here:
         here.ask("all")
         await here.settle(DRA, DRA, DRA)
@@ -151,7 +160,10 @@ async def test_claims_that_hold_more_than_their_share_keep_it(node: FakeNode) ->
 
 
 async def test_a_move_to_dra_turns_round_while_a_claim_keeps_another_from_returning(node: FakeNode) -> None:
-    """As soon as no pod has a device by limits; else it would arrive on DRA's side though the share is none."""
+    """With a share of none, a move to DRA is reversed once no pod has a device through DRA by limits.
+
+    This is so although a claim keeps another device from returning.
+    """
     async with on_node(node, fpgas(3)) as here:
         held = await started(here, "held")
         here.ask("all")
@@ -168,7 +180,7 @@ async def test_a_move_to_dra_turns_round_while_a_claim_keeps_another_from_return
 
 
 async def test_a_move_that_is_withdrawn_waits_too(node: FakeNode) -> None:
-    """A device that a pod of the plugin side holds is not offered to pods again beside those that DRA serves."""
+    """A held device's move to DRA is reversed only when no pod has a device through DRA by limits."""
     async with on_node(node, fpgas(2)) as here:
         held = await started(here, "held")
         here.ask("all")
@@ -184,7 +196,10 @@ async def test_a_move_that_is_withdrawn_waits_too(node: FakeNode) -> None:
 
 
 async def test_what_is_forced_moves_at_once(node: FakeNode, caplog: pytest.LogCaptureFixture) -> None:
-    """Devices return beside pods that DRA serves by limits, and those that younger pods hold are withdrawn."""
+    """Forced devices return beside pods that DRA serves by limits, and leave although a younger pod needs them.
+
+    The log names the pod that a kubelet restart would end.
+    """
     async with on_node(node, fpgas(4)) as here:
         here.ask("all")
         await here.settle(DRA, DRA, DRA, DRA)
@@ -197,7 +212,7 @@ async def test_what_is_forced_moves_at_once(node: FakeNode, caplog: pytest.LogCa
         await here.until(lambda: handover.denied == (younger.uid,))
         assert "a kubelet restart would end pod default/younger" in caplog.text
         here.ask("all")
-        # One may leave: two are enough for both pods. The other idle one stays, and so does the held one.
+        # One device may leave, as two are enough for both pods. The other idle one and the held one stay.
         await here.until(lambda: len(here.healthy()) == 2)
         await here.until(lambda: list(here.states.values()).count(PLUGIN) == 2)
         await here.until(lambda: here.waiting.keys() == {name for name, one in here.states.items() if one is PLUGIN})
@@ -211,7 +226,7 @@ async def test_what_is_forced_moves_at_once(node: FakeNode, caplog: pytest.LogCa
 
 
 async def test_devices_leave_as_pods_of_the_plugin_side_end(node: FakeNode) -> None:
-    """With four devices shown, two pods of each kind: none leaves; with each pod that ends one more; then all."""
+    """Two pods of each side need all four devices of the plugin: a device leaves as a pod ends, then the others."""
     async with on_node(node, fpgas(6)) as here:
         here.ask("all")
         await here.settle(*[DRA] * 6)
@@ -231,7 +246,7 @@ async def test_devices_leave_as_pods_of_the_plugin_side_end(node: FakeNode) -> N
 
 
 async def test_shared_devices_count_by_their_ids(node: FakeNode) -> None:
-    """Two pods need two ids: of two devices with two ids each one may leave."""
+    """Shared devices count by their ids: two pods need two ids, so one of two devices with two ids each may leave."""
     async with on_node(node, fpgas(3, replicas=2)) as here:
         here.ask("all")
         await here.settle(DRA, DRA, DRA)
@@ -247,7 +262,7 @@ async def test_shared_devices_count_by_their_ids(node: FakeNode) -> None:
 
 
 async def test_what_moves_along_counts(node: FakeNode) -> None:
-    """Of two devices one pod of each kind needs one, so none leaves with its parts, which nobody has."""
+    """One pod of each side needs one of two devices: no device leaves with its parts until the pod of DRA ends."""
 
     def part(gpu: int, name: str, slices: int) -> Device:
         name, of = f"{name}-{gpu}", f"gpu{gpu}"

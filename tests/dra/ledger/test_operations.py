@@ -210,7 +210,7 @@ def test_a_move_to_dra_ends_only_with_all_of_its_evidence_in_order(store: Direct
         done = store.do(operations.commit_to_dra(R, ["a"], evidence, T0))
         assert done.devices == (), what
         assert what in done.waiting["a"].text
-        # Only a holder that is known may take as long as it likes.
+        # Only a wait for a known holder may take long.
         assert done.waiting["a"].on_holder is what.startswith("pod default/p")
     assert store.do(operations.commit_to_dra(R, ["a", "b"], kubelet(store), T0)).devices == ("a",)
     assert (state(store), state(store, "b")) == (State.DRA, State.PLUGIN)
@@ -311,7 +311,7 @@ def test_a_device_goes_to_another_driver_by_way_of_the_plugins_side(store: Direc
     assert store.snapshot.device(R, "a").driver == OTHER
 
 
-# What a device is, and how much of it somebody has
+# The identities and the granted amounts of devices
 
 
 def test_what_a_former_holder_has_survives_until_it_ends(store: DirectLedger, path: str) -> None:

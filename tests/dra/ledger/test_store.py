@@ -458,7 +458,7 @@ def states(path: str) -> list[RegisterSnapshot]:
         found = [opened.snapshot]
         for operation in crash_operations():
             opened.do(operation)
-            found.append(replace(opened.snapshot, ended={}))  # which only the process knows
+            found.append(replace(opened.snapshot, ended={}))  # `ended` is not written to the file
     return found
 
 

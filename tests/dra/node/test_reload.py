@@ -57,7 +57,7 @@ async def test_an_agent_that_stands_by_ends_when_it_is_told_to(
             await until(lambda: "standing by until the other agent ends" in caplog.text)
             assert "with maxSurge that one stays until this one is ready: set maxSurge to 0" in caplog.text
     assert not node.registrations
-    await asyncio.to_thread(lambda: DirectLedger(str(agent.ledger_path)).close())  # nobody has it
+    await asyncio.to_thread(lambda: DirectLedger(str(agent.ledger_path)).close())  # the agent does not hold the lock
 
 
 async def test_a_ledger_that_cannot_be_opened_is_an_error_that_names_it(node: FakeNode) -> None:
@@ -182,7 +182,7 @@ async def test_a_device_that_comes_while_all_ends_begins_nothing(node: FakeNode)
         assert agent.agent.services[A].inventory.publish([Device(name, nodes=["/dev/null"]) for name in ("d0", "d2")])
 
 
-# A resource whose driver is another one than before, or none.
+# A resource with `reset`.
 
 
 class Reset(Listed):

@@ -156,7 +156,7 @@ async def test_a_ledger_that_lost_its_end_is_corrected_and_alarm_raised(
 
     It is in no slice, and the next check gives it to the pod.
     """
-    monkeypatch.setattr(device_reconciliation, "RESOLVE", 3600.0)  # the test checks itself
+    monkeypatch.setattr(device_reconciliation, "RESOLVE", 3600.0)  # the test calls the check itself
     async with running(node, Share(0)) as bridge:
         await moved(bridge, State.PLUGIN)
         pod = await asyncio.to_thread(lambda: node.start_pod("train", {R: 1}).wait_running(20))
@@ -166,7 +166,7 @@ async def test_a_ledger_that_lost_its_end_is_corrected_and_alarm_raised(
     with DirectLedger(str(path)) as made:  # as if all later records had been lost
         made.do(reconcile_evidence(R, Evidence(), ["d0", "d1"], Side.DRA, 1.0, D))
     async with running(node, Share(part=1.0)) as bridge:
-        # A scan or the reconciliation finds it first; the reconciliation after a scan ends it at once.
+        # A scan or the reconciliation finds the conflict; a reconciliation after a scan resolves it at once.
         await until(
             lambda: "DeviceQuarantined" in {event["reason"] for event in node.server.objects("events")}, "the Event"
         )

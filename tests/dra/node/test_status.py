@@ -157,7 +157,7 @@ def bridge(**changes: Any) -> Any:
         "drivers": {DRIVER: one},
         "agent": SimpleNamespace(
             services={RESOURCE: service()},
-            register=ledger,  # what is asked of it is the snapshot alone
+            register=ledger,  # a report reads only its snapshot
             tracker=SimpleNamespace(
                 pods_named=lambda uids: tuple(PodContainer("team", f"pod-{uid}", uid=uid) for uid in uids)
             ),

@@ -1,7 +1,7 @@
 """An agent on the embedded node with failures as on real nodes: no device ever has two holders.
 
-tests/scenarios/sides.py has the failures that real nodes have in tests as well. In each test `released` is called for
-no device that a container has at that moment.
+Failures that tests also cause on real nodes are in tests/scenarios/sides.py. In each test `released` is called for no
+device that a container has at that moment.
 """
 
 from __future__ import annotations
