@@ -60,10 +60,7 @@ def test_the_version_is_as_low_as_the_content_allows(name: str, nodes: list[Devi
 
 
 def test_a_symbolic_link_is_resolved_and_stays_the_containers_name(tmp_path: Path) -> None:
-    """A link to a node is resolved for `hostPath`, and `path` keeps the link's name.
-
-    Runtimes refuse links (containerd#12060).
-    """
+    """A link to a node is resolved for `hostPath` (containerd#12060), and `path` keeps the link's name."""
     link = tmp_path / "by-id"
     link.symlink_to("/dev/zero")
     spec = claim_files.build(DRIVER, {"a": ContainerEdits(nodes=[DeviceNode(str(link), permissions="mr")])})
@@ -120,10 +117,7 @@ def test_a_directory_stands_for_the_nodes_in_it(tmp_path: Path) -> None:
     ],
 )
 def test_what_a_runtime_would_refuse_is_refused_with_a_reason(devices: dict[str, ContainerEdits], message: str) -> None:
-    """Edits of which a CDI runtime would refuse the file are an error with a reason.
-
-    One bad file would take all devices of its vendor out of use.
-    """
+    """Edits that would make a CDI runtime refuse the file, and so all devices of its vendor, are an error."""
     with pytest.raises(CdiError, match=message):
         claim_files.build(DRIVER, devices)
 
@@ -210,7 +204,7 @@ def test_a_link_in_the_place_of_a_draft_is_not_followed(tmp_path: Path, monkeypa
 
 @pytest.mark.parametrize("uid", ["", "../x", "a/b", ".", "a" * 65, "a\0b", "-a"])
 def test_a_uid_never_leads_out_of_the_directory(tmp_path: Path, uid: str) -> None:
-    """A UID with a slash, dots, NUL, or of a wrong length is an error: no path leads out of the directory."""
+    """A UID that is not a plain name of at most 64 characters is an error: no path leads out of the directory."""
     with pytest.raises(CdiError):
         CdiStore(DRIVER, str(tmp_path)).path(uid)
 

@@ -64,10 +64,7 @@ def metadata_files(here: ServedDriver) -> list[str]:
 
 
 async def test_a_file_of_each_request_says_in_each_version_what_its_devices_are(here: ServedDriver) -> None:
-    """Each request has a metadata file with its devices, in each version, below the name of the claim in the pod.
-
-    Format and path are those of Kubernetes' own helper.
-    """
+    """Each request has a metadata file with its devices, in each version, at the path of Kubernetes' own helper."""
     both = claim("1", result("card0", "first/big"), result("card1", "second"))
     both["metadata"]["annotations"] = {"resource.kubernetes.io/pod-claim-name": "cards"}
     here.claims.add(both)
@@ -153,7 +150,7 @@ async def test_files_that_are_lost_are_written_again(here: ServedDriver, monkeyp
 
 
 async def test_a_prepare_that_fails_leaves_no_file(tmp_path: Path) -> None:
-    """A Prepare that fails, in a hook or as the metadata file cannot be written, leaves no file after Unprepare."""
+    """A Prepare that fails leaves no file: if a hook fails, or if the metadata file cannot be written."""
 
     class Failing(Described):
         fails = True

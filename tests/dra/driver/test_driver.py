@@ -506,10 +506,7 @@ async def test_an_unhealthy_device_is_given_to_who_tolerates_it(here: ServedDriv
 
 
 async def test_missing_unreserved_and_unreachable_claims_are_told_apart(here: ServedDriver) -> None:
-    """A claim that does not exist, is not reserved or cannot be read is refused, each with a reason of its own.
-
-    A late Prepare of a claim that is no longer reserved must fail (nvidia k8s-dra-driver-gpu#1162).
-    """
+    """A claim that is missing, not reserved (nvidia k8s-dra-driver-gpu#1162) or unreadable is refused with a reason."""
     assert "does not exist" in await here.refused("1")
     here.claims.add(claim("1", result("d0")))
     here.claims.claims["claim-1"]["status"]["reservedFor"] = []
@@ -675,10 +672,7 @@ async def test_prepares_of_one_claim_wait_for_each_other_and_of_two_do_not(here:
 
 
 async def test_an_unprepare_ends_a_prepare_under_way_and_nothing_is_left(serve: Serve) -> None:
-    """An Unprepare cancels a Prepare whose hook runs, and undoes it; else its device would stay held.
-
-    As in nvidia k8s-dra-driver-gpu#1162.
-    """
+    """An Unprepare cancels a Prepare whose hook runs, and undoes it (nvidia k8s-dra-driver-gpu#1162)."""
     begun, go = asyncio.Event(), asyncio.Event()
 
     class Slow(Hooked):
@@ -747,10 +741,7 @@ async def test_an_unprepare_waits_for_a_file_that_is_being_written(
 async def test_a_prepare_waits_for_a_file_that_is_being_removed(
     here: ServedDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An Unprepare that fails at its deadline keeps the claim locked until its file is removed.
-
-    A Prepare after it writes the file again.
-    """
+    """An Unprepare past its deadline keeps the claim locked until the file is removed; then a Prepare succeeds."""
     removing, go, remove = threading.Event(), threading.Event(), claim_files.CdiStore.remove
 
     def slow(store: claim_files.CdiStore, uid: str) -> bool:
@@ -776,10 +767,7 @@ async def test_a_prepare_waits_for_a_file_that_is_being_removed(
 async def test_a_claim_is_not_prepared_while_its_record_goes(
     here: ServedDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While an Unprepare waits for the disk after its deadline, a Prepare of its claim fails.
-
-    Later the record is gone, and a Prepare succeeds.
-    """
+    """An Unprepare that waits for the disk past its deadline keeps the claim locked; later a Prepare succeeds."""
     monkeypatch.setattr(looks, "PROMPT", 0.001)
     await here.give("1", "d0")
     here = await here.again(deadline=0.1)
@@ -845,10 +833,7 @@ async def test_a_restart_answers_the_same_and_writes_lost_files_again(here: Serv
 
 
 async def test_after_a_reboot_devices_are_set_up_again(hooked: ServedDriver, source: Hooked) -> None:
-    """After a reboot a claim still holds its device, and a Prepare sets it up again.
-
-    The record of the last boot does not count as prepared (nvidia k8s-dra-driver-gpu#951).
-    """
+    """After a reboot a claim holds its device, and Prepare sets it up again (nvidia k8s-dra-driver-gpu#951)."""
     await hooked.give("1", "d0")
     source.calls.clear()
     after = await hooked.again(source, boot="2")
@@ -863,10 +848,7 @@ async def test_after_a_reboot_devices_are_set_up_again(hooked: ServedDriver, sou
 async def test_files_that_vanish_are_written_again_at_once(
     here: ServedDriver, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Lost CDI files of prepared claims, and only these, are written again.
-
-    Also after the directory was removed, or could not be written for a while.
-    """
+    """Lost CDI files of prepared claims, and only these, are written again, also after a loss of the directory."""
     monkeypatch.setattr("dra_bridge.driver.claim_files.CHECK", 0.01)
 
     async def reconciled_until(*uids: str) -> None:
@@ -931,10 +913,7 @@ async def test_claims_that_went_away_while_the_agent_was_down_are_unprepared(
 async def test_a_prepare_that_a_crash_cut_short_can_be_undone_and_done_again(
     hooked: ServedDriver, source: Hooked
 ) -> None:
-    """A claim that was reserved durably before a crash can be unprepared, or prepared again.
-
-    Its hooks may have left traces (nvidia k8s-dra-driver-gpu#840).
-    """
+    """A claim reserved durably before a crash can be unprepared or prepared again (nvidia k8s-dra-driver-gpu#840)."""
     for uid, device in (("1", "d0"), ("2", "d1")):
         hooked.claims.add(claim(uid, result(device)))
         started = Claim(D, uid, "default", f"claim-{uid}", (ClaimDevice(R, device),), None, T0)
@@ -1073,10 +1052,7 @@ async def test_a_claims_file_has_what_is_learned_later(here: ServedDriver) -> No
 async def test_an_own_file_that_vanishes_is_written_again_at_once(
     here: ServedDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An own file that is removed is written again at once.
-
-    Also the file of a claim without edits, and of a claim that was reopened.
-    """
+    """A removed own file is written again at once, also that of a claim without edits or of a reopened claim."""
     monkeypatch.setattr("dra_bridge.driver.claim_files.CHECK", 0.01)
     await here.async_ledger.do(adopt(R, ["bare"], Side.DRA, T0))
     here.inventory.publish([*here.inventory.snapshot.devices.values(), Device("bare")])
@@ -1114,10 +1090,7 @@ SHARE: dict[str, Any] = {"shareID": "s", "consumedCapacity": {"shares": "1"}}
 
 
 async def test_a_claim_whose_file_is_lost_shares_with_nobody(serve: Serve) -> None:
-    """With ledger and own file lost, a claim with a share of a device keeps the whole device.
-
-    Its CDI file does not say which part of the device it has, so another claim is refused.
-    """
+    """A claim whose ledger record and own file are lost has the whole device: its CDI file does not tell its share."""
     here = await serve(Halves())
     here.claims.add(claim("1", result("d0", **SHARE)), claim("2", result("d0", **{**SHARE, "shareID": "t"})))
     await here.prepared("1")
@@ -1154,10 +1127,7 @@ async def test_a_damaged_file_says_nothing_where_no_other_does(here: ServedDrive
 
 
 async def test_a_claim_without_known_pods_runs_until_the_next_boot(here: ServedDriver) -> None:
-    """A claim whose pods are unknown is over only after a reboot.
-
-    Such as a claim that is known from its CDI file alone. Once its pods are known, it is over when none of them runs.
-    """
+    """A claim with unknown pods is over after a reboot; a claim with known pods is over when none of them runs."""
     await here.give("1", "d0")
     os.remove(here.cdi / "deviceplugin" / f"{D}_1.claim")
     after = await lost(here)
@@ -1195,10 +1165,7 @@ def in_claim_state(*devices: tuple[str, str, str], admin: Sequence[str] = ()) ->
 
 
 async def test_the_kubelets_claim_state_is_evidence(here: ServedDriver) -> None:
-    """From the kubelet's claim state come the devices of this driver and pool, their shares, the pods and the name.
-
-    Devices with adminAccess, of another pool or of another driver do not count.
-    """
+    """The kubelet's claim state tells a claim's devices of this driver and pool, their shares, pods and the name."""
     state = in_claim_state((NODE, "d0", ""), (NODE, "d1", "s"), (NODE, "d2", ""), (NODE, "x", ""), admin=["d2"])
     elsewhere = in_claim_state(("other-pool", "d3", ""))
     other = PreparedClaim("2", "default", "c", frozenset(), {"other.example.com": frozenset({(NODE, "d0", "")})})
@@ -1320,10 +1287,7 @@ def written(server: FakeApiServer) -> list[Any]:
 async def test_claims_are_read_and_their_status_written_beside_that_of_others(
     server: FakeApiServer, api: ClusterClaims, stored: ClaimRef
 ) -> None:
-    """Writing the claim's status keeps the entries of other drivers.
-
-    A claim with another UID, or without an object, is not written.
-    """
+    """Writing the claim's status keeps other drivers' entries; a claim with another UID or name is not written."""
     write(server, FOREIGN)
     found = await api.get_claim("default", "claim-1")
     assert found is not None
@@ -1439,10 +1403,7 @@ claims_of_any_kind = mostly(
 def test_any_claim_is_answered_and_an_error_leaves_nothing(
     tmp_path_factory: pytest.TempPathFactory, found: Any, hooked: bool, fails: str
 ) -> None:
-    """Whatever claim the API server has: Prepare answers, and files, records and answer agree.
-
-    After an error no file and no record is left, and after Unprepare neither.
-    """
+    """Prepare answers for any content of a claim; after an error or an Unprepare, no file and no record is left."""
 
     async def run() -> None:
         source = Hooked() if hooked else Plain()
@@ -1576,10 +1537,7 @@ def allocated_anew(uid: str, *results: Mapping[str, Any], pod: str = "new") -> d
 
 @pytest.mark.parametrize("unlisted", [False, True])
 async def test_a_prepared_claim_that_is_allocated_anew_is_prepared_anew(serve: Serve, *, unlisted: bool) -> None:
-    """A claim that was allocated another device gets it once no pod with the former device runs.
-
-    Then the former device is unprepared, and another claim can have it.
-    """
+    """A claim that was allocated another device gets it, and frees the former one, once no pod with that runs."""
     pod = "other" if unlisted else "pod-uid"
     source, pods = Hooked(), Pods(pod, unlisted=[pod] if unlisted else [])
     here = await serve(source, host=pods)
@@ -1642,10 +1600,7 @@ async def test_a_claim_that_is_allocated_anew_waits_for_pods_that_are_not_known(
 async def test_after_a_reboot_a_claim_that_is_allocated_anew_waits_for_nobody(
     hooked: ServedDriver, source: Hooked
 ) -> None:
-    """After a reboot, a claim with a new allocation is prepared at once, and its former device is unprepared first.
-
-    No process with the former device runs, but a hook's work may have outlived the boot.
-    """
+    """After a reboot, a claim with a new allocation is prepared at once; its former device is unprepared first."""
     await hooked.give("1", "d0")
     hooked.claims.add(allocated_anew("1", result("d1")))
     after = await hooked.again(source, boot="2", host=Pods("pod-uid"))
@@ -1672,10 +1627,7 @@ async def test_pods_that_came_to_share_a_claim_count_before_it_is_unprepared(ser
 
 
 async def test_a_pod_that_ran_before_a_claim_was_prepared_does_not_use_it(serve: Serve) -> None:
-    """A pod that already ran when a claim was prepared does not keep the claim, except after an agent's restart.
-
-    The kubelet has claims prepared before it makes the sandbox of their pod.
-    """
+    """A pod that ran before a claim was prepared does not keep the claim, except after the agent's restart."""
     pods = Pods("bystander", unlisted=["bystander"])
     pods.now.unlisted["bystander"] = time.monotonic()  # type: ignore[index]
     here = await serve(host=pods)

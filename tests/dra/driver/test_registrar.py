@@ -206,10 +206,7 @@ async def test_a_restarted_kubelet_finds_the_driver_and_prepares_again(
 async def test_a_kubelet_that_was_restarted_has_not_registered_the_driver(
     driver: Driver, root: Path, kubelet: FakeDraKubelet
 ) -> None:
-    """After a kubelet restart the driver does not count as registered.
-
-    If the new kubelet does not register it, the driver makes a new socket.
-    """
+    """After a kubelet restart the driver counts as not registered, and makes a new socket if that lasts."""
     own = root / "kubelet.sock"
     own.touch()
     quick = RegistrarTiming(patience=0.3, drain=0.2)
@@ -286,10 +283,7 @@ def abandon(*paths: Path) -> None:
 async def test_sockets_of_killed_processes_are_swept_and_those_of_others_are_not(
     driver: Driver, root: Path, kubelet: FakeDraKubelet
 ) -> None:
-    """A start removes sockets of killed processes of this agent, also of former drivers, but no other sockets.
-
-    The kubelet would try to register an abandoned socket for ever.
-    """
+    """A start removes sockets of killed processes of this agent, also of former drivers, but no other sockets."""
     registry, own = root / "plugins_registry", root / "plugins" / AGENT
     instance = DriverDirectories(own, registry).instance
     dead = [registry / f"{name}-{instance}0123abcd-reg.sock" for name in (D, "former.example.com")]
@@ -305,10 +299,7 @@ async def test_sockets_of_killed_processes_are_swept_and_those_of_others_are_not
 
 
 async def test_the_sockets_are_swept_once_for_all_drivers(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eight drivers that start at once test the agent's sockets only once.
-
-    Each sweep connects to each socket: 64 drivers would make thousands of connections.
-    """
+    """Eight drivers that start at once test the agent's sockets only once, as each test connects to each socket."""
     swept: list[int] = []
     remove = addresses.remove_abandoned
 

@@ -113,10 +113,7 @@ async def test_a_claim_keeps_its_nodes_when_the_configuration_gives_its_device_o
 
 @pytest.mark.parametrize("stick", ["by-id"], indirect=True)
 async def test_a_file_has_all_nodes_of_a_device_that_its_source_identifies(here: ServedDriver) -> None:
-    """A source lists other nodes for a device of the same identity: the CDI file gets them all.
-
-    sysfs shows the hardware of none of these nodes.
-    """
+    """The CDI file gets all nodes that a source lists for a device of the same identity, without help of sysfs."""
     name = identity.port("usb:1-2")
     await identity.publish(here.inventory, [Device("d0", nodes=["/dev/tty"], identity=name)], {})
     await here.give("1", "d0")

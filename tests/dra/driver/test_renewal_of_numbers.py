@@ -188,10 +188,7 @@ def check(here: ServedDriver) -> None:
 async def test_an_agent_is_killed_at_each_step_of_a_swap(
     here: ServedDriver, sticks: Sticks, pods: Pods, monkeypatch: pytest.MonkeyPatch, killed: int
 ) -> None:
-    """An agent killed before any write leaves no CDI file with a number that another claim reaches.
-
-    In the end each claim has its own stick.
-    """
+    """An agent killed before any write leaves no number in a CDI file that another claim reaches; the swap succeeds."""
     write, writes = ClaimFiles.write, 0
 
     async def broken(self: ClaimFiles, *arguments: Any) -> bool:

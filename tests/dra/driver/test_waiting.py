@@ -103,10 +103,7 @@ async def test_without_a_deadline_nothing_is_waited_for(serve: Serve) -> None:
 
 @pytest.mark.parametrize("how", ["caller", "agent"])
 async def test_a_wait_ends_with_its_caller_and_with_the_agent(serve: Serve, how: str) -> None:
-    """When its caller or the agent ends, a wait ends and leaves no record and no file.
-
-    A device that comes free afterwards is not given to the claim.
-    """
+    """A wait that its caller or the agent ends leaves no record and no file, and takes no device afterwards."""
     here = await serve()
     waiting_call = await second(here)
     if how == "caller":
@@ -249,10 +246,7 @@ async def test_a_claim_waits_for_a_hook_that_works_on(serve: Serve) -> None:
 async def test_a_claim_waits_until_a_failed_release_has_succeeded(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A Prepare waits while `released` fails.
-
-    The hook is called again after a while (first 0.2 s), not at each try of the claim.
-    """
+    """A Prepare waits while `released` fails; the hook is called again after a pause, not at each try of the claim."""
     monkeypatch.setattr(releases, "FIRST", 0.2)
     calls: list[str] = []
 

@@ -51,10 +51,7 @@ def test_devices_that_may_leave(shown: int | None, by_plugin: int, by_dra: int, 
 
 
 def test_no_batch_that_may_leave_ends_a_pod() -> None:
-    """If `may_leave` allows a move, the kubelet denies the same pods before and after the move.
-
-    For all orders by age of up to five pods with one device each.
-    """
+    """If `may_leave` allows a move, the kubelet denies the same pods before and after it: all ages of up to 5 pods."""
     tried = 0
     for kinds in itertools.chain.from_iterable(itertools.product((True, False), repeat=n) for n in range(6)):
         pods = [AdmittedPod(f"{age}", float(age), 1, by_dra) for age, by_dra in enumerate(kinds)]

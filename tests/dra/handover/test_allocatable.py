@@ -74,7 +74,7 @@ async def test_a_number_that_the_kubelet_writes_back_is_written_again() -> None:
 
 
 async def test_a_number_that_comes_late_is_written_over() -> None:
-    """A late report of the old number is overwritten; devices that came back since raise the number that may stay."""
+    """A late report of the old number is overwritten; after a device has come back, the higher number stays."""
     cluster = FakeStatus()
     assert await cluster.status.lower(R, 5)
     cluster.wrote.clear()

@@ -46,7 +46,7 @@ from tests.model.flow import DEVICES, Flow, Outside, R, Source
 
 
 async def test_a_device_leaves_the_slice_at_once_and_waits_for_its_claim(tmp_path: Path) -> None:
-    """An allocated device leaves the slices and stays until its claim, prepared meanwhile, has ended."""
+    """An allocated device leaves the slices at once; its claim can still be prepared, and delays the move."""
     outside = Outside()
     flow = await Flow.begin(tmp_path, outside, Source())
     await flow.move(2)
@@ -79,10 +79,7 @@ class Clock:
 async def test_a_claim_that_keeps_a_device_is_read_seldom_and_claims_are_not_listed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A claim keeps its device for an hour: claims are listed once, and the claim is read at most 40 times.
-
-    The device moves when the claim has ended.
-    """
+    """While a claim keeps its device for an hour, claims are listed once and this claim is read at most 40 times."""
     outside, clock = Outside(), Clock()
     flow = await Flow.begin(tmp_path, outside, Source())
     await flow.move(1)

@@ -95,10 +95,7 @@ def test_a_claim_does_not_pull_a_held_device(store: DirectLedger) -> None:
 
 @pytest.mark.parametrize(("plugin", "dra"), [(True, True), (True, False), (False, True)])
 def test_a_claim_pulls_nothing_beside_limits_of_both_sides(store: DirectLedger, plugin: bool, dra: bool) -> None:
-    """A claim begins no move while pods have devices by limits on both sides of its resource.
-
-    The kubelet would count fewer devices than its pods have, and end some of them at its restart.
-    """
+    """A claim begins no move while pods have devices by limits on both sides: a kubelet restart would end some."""
     to_dra(store, "b")
     by_limits = claim("2", "b")
     one = by_limits.devices[0]
@@ -315,10 +312,7 @@ def test_a_device_goes_to_another_driver_by_way_of_the_plugins_side(store: Direc
 
 
 def test_what_a_former_holder_has_survives_until_it_ends(store: DirectLedger, path: str) -> None:
-    """A former holder's numbers and part stay recorded over a restart until the holder ends.
-
-    Even when the id was granted again.
-    """
+    """A former holder's numbers and part stay recorded over a new grant and a restart until that holder ends."""
     part, former = Amount("1/2", (("memory", "bytes", "5"),)), frozenset({("u1", "main")})
     before, now = (seen_as("1", "hardware:pci:0#tty", number) for number in ("char:240:1", "char:240:2"))
     store.do(grant(R, {"a": "a"}, amount=part, identity=before))
@@ -368,10 +362,7 @@ def test_an_id_given_again_counts_as_its_larger_amount(
 
 
 def test_a_prepared_claim_reaches_the_nodes_in_its_cdi_file(store: DirectLedger) -> None:
-    """A new device number counts for a reserved claim at once; a prepared claim keeps its number.
-
-    A prepared claim gets a new number recorded before its CDI file has it.
-    """
+    """If a device is listed with a new number, a reserved claim reaches it; a prepared claim keeps its number."""
     to_dra(store, "a", "b")
     store.do(reserve(claim("1", "a"), durable=True))
     store.do(prepare(claim("2", "b")))

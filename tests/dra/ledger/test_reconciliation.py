@@ -143,10 +143,7 @@ def test_a_claim_over_two_resources_is_found_once_for_each_of_them(store: Direct
 
 
 def test_a_claim_that_is_found_twice_is_one_claim(store: DirectLedger) -> None:
-    """Evidence that names a claim several times makes one record.
-
-    The first evidence of a device counts; later evidence adds devices, pods and the name.
-    """
+    """Evidence that names a claim several times makes one record; the first evidence of each device counts."""
     store.do(operations.forget(R, ["a"]))
     granted = (
         ClaimDevice(R, "a", "s", identity=seen_as("b", "uuid:1"), amount=Amount("1/2")),
@@ -187,10 +184,7 @@ def test_a_claims_file_names_devices_that_a_ledger_from_before_lacks(store: Dire
 
 
 def test_evidence_does_not_bring_back_a_claim_that_was_unprepared(store: DirectLedger) -> None:
-    """Evidence of a claim does not restore a claim that was unprepared; a new Prepare does.
-
-    The evidence may have been read before the Unprepare.
-    """
+    """Evidence of a claim does not restore the claim after its Unprepare; only a new Prepare does."""
     to_dra(store)
     old = Evidence(claims=[ClaimEvidence(D, "1", frozenset({"a"}), prepared=True)])
     for prepared in (claim("1", "a"), replace(claim("1", "a"), result=None, durable=False)):

@@ -104,10 +104,7 @@ def test_a_second_agent_stands_by_until_the_first_ends(path: str) -> None:
 
 @pytest.mark.parametrize("removed", ["ledger.db", "ledger.db-wal", "ledger.db.lock", "."])
 def test_a_ledger_removed_under_an_agent_grants_nothing_any_more(path: str, removed: str) -> None:
-    """After a ledger file is removed, all grants fail, also when the file is back.
-
-    Another agent may have had the ledger meanwhile.
-    """
+    """After a ledger file is removed, all grants fail, also when it is back: another agent may have had the ledger."""
     with DirectLedger(path) as store:
         store.do(adopt(R, ["a", "b"], Side.PLUGIN, T0))
         store.do(grant(R, {"a": "a"}, T0))
@@ -321,7 +318,7 @@ def copy(tmp_path: Path) -> str:
 
 
 def test_a_new_ledger_has_the_allocations_of_the_copy(path: str, copy: str) -> None:
-    """A ledger made after a loss has the copy's allocations, which exclude other grants, survive, and end."""
+    """A ledger made after a loss has the copy's allocations: they exclude grants, survive a restart, and end."""
     with DirectLedger(path, copy) as opened:
         opened.do(adopt(R, ["a", "b"], Side.PLUGIN, T0))
         for name in ("a::0", "a::1"):
@@ -580,10 +577,7 @@ def test_a_write_that_fails_refuses_and_the_next_one_looks_at_the_disk(tmp_path:
 
 
 def test_what_only_the_process_knows_stays_when_the_file_is_read_again(path: str) -> None:
-    """When the file is read again, the ledger keeps what it has in memory only.
-
-    These are claims that it unprepared, reservations, and since when a grant's pod is absent.
-    """
+    """If the file is read again, unprepared claims, reservations and absences of a grant's pod stay in memory."""
     fails: set[str] = set()
     with DirectLedger(path, connect=lambda where: Flaky(where, fails)) as store:  # type: ignore[arg-type,return-value]
         store.do(adopt(R, ["a"], Side.PLUGIN, T0))

@@ -232,10 +232,7 @@ async def test_a_disk_that_does_not_answer_stops_no_caller(path: str, monkeypatc
 
 
 async def test_what_only_this_process_is_to_know_needs_no_commit(path: str) -> None:
-    """A reservation in memory needs no commit; during a commit it is answered after that.
-
-    If the ledger's files are removed, it fails.
-    """
+    """A reservation in memory needs no commit; it waits for a running commit, and fails if the ledger is lost."""
     async_ledger, disk = slow(path)
     await async_ledger.do(adopt(R, ["a", "b", "c", "d"], Side.DRA, T0))
     disk.commits = 0

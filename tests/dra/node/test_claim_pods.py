@@ -67,10 +67,7 @@ async def test_calls_at_once_share_a_reading_that_begins_after_them(tmp_path: Pa
 
 
 async def test_pods_of_claims_that_the_ledger_lacks_may_use_any_claim(tmp_path: Path) -> None:
-    """A pod of a claim that the ledger lacks counts as unlisted, so that no claim ends while it runs.
-
-    Once the ledger has the claim, the pod is a pod of this claim.
-    """
+    """A running pod of a claim that the ledger lacks counts as unlisted: the pod may use any claim."""
     named = written.AnsweredDevice(("r",), "node", "d0", (), None)
     state = [written.DevicesOfClaim("default", "c", "1", {D: [named]}, {"pod"})]
     (tmp_path / claim_state.FILE_NAME).write_bytes(written.to_json(state))

@@ -114,10 +114,7 @@ async def test_a_reload_while_an_agent_stands_by_is_taken_after_that(
 
 
 async def test_nothing_is_offered_before_its_evidence_was_read(node: FakeNode, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Devices of a resource that a reload adds are unhealthy until their evidence is read.
-
-    Then only the device that the ledger does not have on the DRA side is healthy.
-    """
+    """After a reload adds a resource, its devices are unhealthy until their evidence is read."""
     agent, read, go_on = bridge(node, Listed(A, D)), EvidenceReader.read, asyncio.Event()
 
     async def late(reader: EvidenceReader, service: Service, devices: Sequence[str]) -> Evidence:
@@ -197,10 +194,7 @@ class Reset(Listed):
 
 
 async def test_pods_with_limits_through_dra_start_where_the_resource_has_reset(node: FakeNode) -> None:
-    """A pod with limits starts through DRA although the resource has `reset`, which is called once.
-
-    After a move back to the plugin, a pod's start calls `reset`, too.
-    """
+    """A pod with limits starts through DRA although its resource has `reset`; `reset` runs at each pod's start."""
     node.server.create(device_class(A, D))
     source = Reset(A, D)
     agent = bridge(node, source, share=Share(part=1.0))

@@ -129,10 +129,7 @@ async def test_a_wiped_cdi_directory_is_filled_again(node: FakeNode) -> None:
 async def test_an_agent_ends_when_its_mount_shows_a_deleted_cdi_directory(
     node: FakeNode, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The agent ends if the CDI directory was deleted on the host while its mount shows the deleted directory.
-
-    The open descriptor shows the deleted directory as a bind mount does.
-    """
+    """The agent ends if its CDI mount (here an open descriptor) shows a directory that was deleted on the host."""
     cdi = node.cdi
     cdi.mkdir()
     mounted = os.open(cdi, os.O_RDONLY)
@@ -152,10 +149,7 @@ async def test_an_agent_ends_when_its_mount_shows_a_deleted_cdi_directory(
 async def test_a_ledger_that_lost_its_end_is_corrected_and_alarm_raised(
     node: FakeNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An old ledger has a pod's device on the DRA side: the device is quarantined with an Event.
-
-    It is in no slice, and the next check gives it to the pod.
-    """
+    """An old ledger has a pod's device on the DRA side: it is quarantined with an Event, in no slice, until a check."""
     monkeypatch.setattr(device_reconciliation, "RESOLVE", 3600.0)  # the test calls the check itself
     async with running(node, Share(0)) as bridge:
         await moved(bridge, State.PLUGIN)
@@ -227,10 +221,7 @@ async def test_no_slice_has_a_device_before_its_evidence_was_reconciled(
 async def test_nothing_moves_before_the_node_was_read(
     node: FakeNode, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """While the Node cannot be read, pods get devices and no device moves to the share in the config.
-
-    Once the Node is read, the share in its annotation counts.
-    """
+    """While the Node cannot be read, no device moves; then the share in its annotation counts, not the config's."""
     follow, back = NodeWatch.run, asyncio.Event()
 
     async def later(self: NodeWatch) -> None:
@@ -385,10 +376,7 @@ async def test_nothing_moves_before_karpenter_has_initialized_the_node(node: Fak
 
 
 async def test_a_lease_that_is_lost_is_written_again(node: FakeNode) -> None:
-    """The Lease with the node's report is restored after a deletion or a change.
-
-    Its owner is the present Node.
-    """
+    """The Lease with the node's report is restored after a deletion or a change, and owned by the present Node."""
 
     def leases() -> list[dict[str, Any]]:
         return node.server.objects("leases")

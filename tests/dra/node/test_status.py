@@ -254,10 +254,7 @@ def test_credentials_that_are_refused_are_one_problem() -> None:
 
 
 def test_a_token_that_is_not_renewed_is_a_problem() -> None:
-    """A token that expires in 1 s of 100 s is a problem; after half of its life it is not.
-
-    Its expiry is a metric.
-    """
+    """A token at 99 % of its life is a problem, and at 50 % is not; its expiry is a metric."""
     made, now = bridge(), time.time()
     made.cluster.statistics.token = TokenLife(now - 50, now + 50)
     assert api_problems(made) == []
