@@ -60,7 +60,7 @@ def granted(device: Device, *, admin: bool = False, parameters: str = "", **resu
     ],
 )
 def test_the_part_of_a_shared_device(device: str, consumed: Any, part: str) -> None:
-    """The part is the claim's shares by the device's shares; it is unknown for a consumed capacity without shares."""
+    """The part is the claim's shares divided by the device's shares; without known shares it is unknown."""
     assert granted(Device(device), shareID="s", consumedCapacity=consumed).amount == Amount(part)
 
 

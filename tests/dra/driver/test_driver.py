@@ -881,7 +881,7 @@ async def test_claims_that_went_away_while_the_agent_was_down_are_unprepared(
 ) -> None:
     """A claim that is gone, recreated, deallocated or reallocated is unprepared once no pod uses it.
 
-    Not while the API server is away, the kubelet counts it as prepared, or its pod runs or may run.
+    The claim stays while the API server is away, the kubelet counts it as prepared, or its pod runs or may run.
     """
     hooked.claims.add(claim("1", result("d0")), claim("2", result("d1")))
     await hooked.prepared("1")
@@ -930,7 +930,7 @@ async def test_a_prepare_that_a_crash_cut_short_can_be_undone_and_done_again(
 
 
 async def test_each_claim_has_a_file_of_its_own(hooked: ServedDriver) -> None:
-    """Each claim has an own file with its devices, pods and parameters, also without edits; Unprepare removes it."""
+    """Each claim has a file of the agent's, beside the CDI file, with devices, pods and parameters, until Unprepare."""
     await hooked.async_ledger.do(adopt(R, ["bare"], Side.DRA, T0))
     hooked.inventory.publish([*hooked.inventory.snapshot.devices.values(), Device("bare")])
     hooked.claims.add(
@@ -1145,7 +1145,7 @@ async def test_a_claim_without_known_pods_runs_until_the_next_boot(here: ServedD
 
 
 async def test_files_of_claims_that_the_kubelet_counts_as_prepared_are_not_swept(here: ServedDriver) -> None:
-    """Files of a claim that the ledger lacks stay while the kubelet counts it as prepared, and without `sweep`."""
+    """A reconcile keeps files of a claim that the ledger lacks while the kubelet counts the claim as prepared."""
     await here.give("1", "d0")
     (kept,) = here.files
     await here.async_ledger.do(operations.unprepare(D, "1"))
@@ -1325,7 +1325,7 @@ async def test_what_another_driver_writes_meanwhile_is_not_lost(
 async def test_a_conflict_is_tried_again_and_a_refusal_is_not(
     server: FakeApiServer, api: ClusterClaims, stored: ClaimRef, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A write with a conflict is repeated; after a refusal of one driver, its writes pause for a while."""
+    """A write with a conflict is repeated; if a driver's write is refused, this driver's writes pause for a while."""
     server.fail(lambda request: request.method == "PATCH", Fault(code=409))
     await api.set_devices(stored, D, [MINE])
     assert written(server) == [MINE]
@@ -1537,7 +1537,7 @@ def allocated_anew(uid: str, *results: Mapping[str, Any], pod: str = "new") -> d
 
 @pytest.mark.parametrize("unlisted", [False, True])
 async def test_a_prepared_claim_that_is_allocated_anew_is_prepared_anew(serve: Serve, *, unlisted: bool) -> None:
-    """A claim that was allocated another device gets it, and frees the former one, once no pod with that runs."""
+    """A claim gets its newly allocated device, and frees the former one, once no pod with the former one runs."""
     pod = "other" if unlisted else "pod-uid"
     source, pods = Hooked(), Pods(pod, unlisted=[pod] if unlisted else [])
     here = await serve(source, host=pods)

@@ -140,7 +140,7 @@ async def left(here: ServedDriver, uid: str) -> None:
 async def test_two_claims_swap_their_numbers(here: ServedDriver, sticks: Sticks, pods: Pods) -> None:
     """Two sticks swap numbers: each claim gets a CDI file with its stick's new number.
 
-    A claim has no CDI file until the containers of the other claim, which reach that number, have restarted.
+    Until the containers of the other claim, which reach this number, have restarted, the claim has no CDI file.
     """
     await publish(here, sticks.plug(A=1, B=0))
     for uid, had in (("1", TTY), ("2", PTMX)):
@@ -188,7 +188,7 @@ def check(here: ServedDriver) -> None:
 async def test_an_agent_is_killed_at_each_step_of_a_swap(
     here: ServedDriver, sticks: Sticks, pods: Pods, monkeypatch: pytest.MonkeyPatch, killed: int
 ) -> None:
-    """An agent killed before any write leaves no number in a CDI file that another claim reaches; the swap succeeds."""
+    """An agent that is killed before any write leaves no CDI file with another claim's number; the swap goes on."""
     write, writes = ClaimFiles.write, 0
 
     async def broken(self: ClaimFiles, *arguments: Any) -> bool:

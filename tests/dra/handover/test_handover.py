@@ -238,7 +238,7 @@ def test_devices_that_a_claim_came_for_are_not_turned_round() -> None:
 
 
 def test_what_is_held_is_not_expected(tmp_path: Path) -> None:
-    """A reserved claim's moving device is expected; once a pod is granted the device, it is held and not expected."""
+    """A moving device counts as expected by the claim that reserves it; once a pod is granted the device, as held."""
     claim = Claim("d", "1", "default", "c", (ClaimDevice(R, "a"),), None, 1.0)
     with DirectLedger(str(tmp_path / "ledger.db")) as store:
         store.do(adopt(R, DEVICES, Side.PLUGIN, 1.0))

@@ -226,7 +226,7 @@ async def test_what_is_forced_moves_at_once(node: FakeNode, caplog: pytest.LogCa
 
 
 async def test_devices_leave_as_pods_of_the_plugin_side_end(node: FakeNode) -> None:
-    """Two pods of each side need all four devices of the plugin: a device leaves as a pod ends, then the others."""
+    """Two pods of each side need the plugin's four devices: one leaves when a plugin pod ends, all when both end."""
     async with on_node(node, fpgas(6)) as here:
         here.ask("all")
         await here.settle(*[DRA] * 6)

@@ -194,7 +194,7 @@ def test_places_are_those_of_the_ledger() -> None:
 
 
 def test_claims_hold_devices_but_administrators_do_not() -> None:
-    """A claim holds its devices already while it is prepared; with adminAccess it is listed as such."""
+    """A claim that is being prepared holds its devices already; a claim with adminAccess is listed and holds none."""
     claims = status_of(bridge()).report().claims
     assert [one.claim for one in claims if one.admin]
     assert {one for one in claims if not one.admin} == {
@@ -332,10 +332,7 @@ def test_a_node_that_is_gone_is_a_problem() -> None:
     [(service(), True), (service(live=False), False), (service(live=False, registrations=0), True)],
 )
 def test_a_driver_is_not_registered_with_a_kubelet_that_is_gone(one: Any, registered: bool) -> None:
-    """If the plugin's streams to the kubelet have ended, the driver does not count as registered, either.
-
-    Unless the plugin has never registered.
-    """
+    """If the plugin has registered and its streams to the kubelet have ended, the driver counts as not registered."""
     made = bridge()
     made.agent.services = {RESOURCE: one}
     status = status_of(made)

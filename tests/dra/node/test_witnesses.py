@@ -184,7 +184,7 @@ async def never(wanted: object = ()) -> None:
 async def test_the_agent_dies_before_it_learns_the_pod_and_the_checkpoint_is_lost(node: FakeNode) -> None:
     """The agent dies before it learns a grant's pod, and the checkpoint is lost: the device counts as held.
 
-    It is neither released nor moved until the pod has ended.
+    The device is neither released nor moved until the pod has ended.
     """
     async with witnessed(node, 2) as (here, source):
         await here.until(lambda: sorted(source.wiped) == ["d0", "d1"])
