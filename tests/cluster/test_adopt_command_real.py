@@ -28,33 +28,33 @@ from tests.cluster.test_daemonset_real import (
 )
 
 DIRECTORY = isolate.DEVICES / "plugins"
-"""Where plugins register with the agent; /run, where they do by default, is this machine's own."""
+"""The directory in which plugins register with the agent, instead of the default in /run, which the host uses."""
 VENDOR = "vendor"
 NODES = Path("/dev/boards")
-"""Where an agent in a container sees a plugin's device nodes, as it has to for claims."""
+"""The directory of the plugin's device nodes; an agent in a container must see the nodes to serve claims."""
 
 
 class Adopting(Deployed):
     """The agent's DaemonSet, which adopts the plugin of the resource."""
 
     def edited(self, printed: str) -> str:
-        """Return it with another directory."""
+        """Return the manifests with DIRECTORY in place of the default directory for plugins."""
         assert "/run/deviceplugin/plugins" in printed
         return printed.replace("/run/deviceplugin/plugins", str(DIRECTORY))
 
     def adopt(self, *options: str) -> tuple[int, list[str], str]:
-        """Run the command; return its status, the commands that it prints, and all that it says."""
+        """Run `dra-bridge adopt`; return its exit status, the kubectl commands that it prints, and its output."""
         status, said = self.cli("adopt", "gadgets", "-n", VENDOR, *options)
         return status, [line for line in said.splitlines() if line.startswith("kubectl ")], said
 
     def run(self, commands: list[str]) -> None:
-        """Run just these commands."""
+        """Run these kubectl commands."""
         for command in commands:
             self.cluster.kubectl(*shlex.split(command)[1:])
 
 
 def vendor_objects(cluster: Cluster) -> list[dict[str, object]]:
-    """A vendor's DaemonSet, whose plugin knows the kubelet's directory; and its file."""
+    """Return a vendor's DaemonSet, whose plugin registers with the kubelet, with its Namespace and ConfigMap."""
     answer = {"nodes": [[f"{NODES}/{{id}}", f"{BOARDS}/{{id}}", "rw"]]}
     devices = {f"board{number}": "Healthy" for number in range(COUNT)}
     file = json.dumps({"resources": [{"name": RESOURCE, "devices": devices, "answer": answer}]})
@@ -85,7 +85,7 @@ def vendor_objects(cluster: Cluster) -> list[dict[str, object]]:
 
 @pytest.fixture
 def adopting(node: Cluster) -> Iterator[Adopting]:
-    """A vendor's DaemonSet that serves four devices, and agents that would adopt it."""
+    """A vendor's DaemonSet that serves four devices, and agents that can adopt its plugin."""
     NODES.mkdir()
     for number in range(COUNT):
         os.mknod(NODES / f"board{number}", stat.S_IFCHR | 0o600, os.makedev(1, 5))
@@ -104,7 +104,7 @@ def adopting(node: Cluster) -> Iterator[Adopting]:
 
 
 def vendor_pod(node: Cluster, other_than: str = "") -> Pod:
-    """Wait until the plugin's pod is there, another one than before."""
+    """Wait until the plugin has just one pod, which is ready; return it. other_than: the UID of a former pod."""
 
     def one() -> Pod | None:
         (pod,) = found if len(found := node.pods(VENDOR)) == 1 else (None,)
@@ -116,7 +116,10 @@ def vendor_pod(node: Cluster, other_than: str = "") -> Pod:
 
 
 def test_a_daemonset_is_adopted_and_given_back(adopting: Adopting) -> None:
-    """Only the printed commands are run: pods keep their devices; the way back waits until no claim has a device."""
+    """The printed commands adopt a plugin and give it back: pods keep their devices.
+
+    `adopt --undo` refuses while claims have devices or devices are for claims.
+    """
     node = adopting.cluster
     before = [node.start_pod(f"before-{number}", {RESOURCE: 1}).wait_running() for number in range(2)]
     held = {pod.name: (held_by(pod), pod.container_id()) for pod in before}

@@ -1,7 +1,7 @@
 """Claims of adopted devices on the real node: what pods see, moves, restarts, and a plugin that registers elsewhere.
 
-The vendor's plugin is the testing kit's stand-in; what containers hold is shown by locks of the kernel
-(``tests.cluster.locks``), and under churn by what they write down (``tests.cluster.test_handover``).
+The vendor's plugin is the testing kit's stand-in. Containers show which devices they hold by locks of the kernel
+(``tests.cluster.locks``), and under churn by files that they write (``tests.cluster.test_handover``).
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ from dra_bridge.node import driver_runtime, resource
 driver_runtime.BYPASSED = resource.BYPASSED = 20.0
 sys.exit(main())
 """
-"""`dra-bridge` that waits a third as long until a plugin that went past it counts as one that does so no more."""
+"""`dra-bridge` for which a plugin's bypass counts as over 20 s after the last sign of it, instead of 60 s."""
 
 
 def command(bridge: Bridge) -> list[str]:
-    """Return `dra-bridge run --adopt` of a config file."""
+    """Return the command line of `dra-bridge run --adopt` with a bridge's config file."""
     options = ["--config", str(bridge.config), *ANY_CONFIG, "--adopt", str(DIRECTORY)]
     return [sys.executable, "-c", PROGRAM, "run", *options]
 
@@ -73,7 +73,7 @@ def adopted(letter: str, share: str | int, **more: Any) -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def adopting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the agents adopt; a resource is registered when its plugin is there, which comes after the agent."""
+    """Start the agents with --adopt, and wait for drivers only: a resource registers once its plugin has started."""
 
     def wait_registered(bridge: Bridge) -> None:
         for driver in bridge.drivers:
@@ -87,7 +87,7 @@ def adopting(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def vendors(monkeypatch: pytest.MonkeyPatch) -> dict[str, Vendor]:
-    """Start a plugin for each resource that is served; return these by letter."""
+    """Start a vendor's plugin for each served resource; return the plugins by the resource's letter."""
     found: dict[str, Vendor] = {}
     serve = Scene.serve
 
@@ -113,7 +113,10 @@ def calls(vendor: Vendor, call: str) -> list[dict[str, Any]]:
 
 
 def test_what_a_pod_sees(scene: Scene) -> None:
-    """By limits a pod gets what the plugin alone gives; by a claim only owner and mode of device nodes differ."""
+    """With limits a pod sees what it sees without the agent; with a claim only owner and mode of device nodes differ.
+
+    If the pod and the plugin set one variable, the pod's value holds with limits, and the plugin's with a claim.
+    """
     cluster = scene.cluster
     scene.nodes("a", 1)
     library = isolate.DEVICES / "vendor-lib"
@@ -156,7 +159,7 @@ def test_what_a_pod_sees(scene: Scene) -> None:
         seen(scene.make(one)) for one in (claimer("claimed", "a"), own_mode(claimer("claimed", "a")))
     )
     differences = {(one, other) for one, other in zip(alone, claimed, strict=True) if one != other}
-    # Mode, user and group of the device's node and of the control node; what is before and after is the same.
+    # Only mode, user and group of the device node and of the control node differ.
     assert {" ".join(one.split()[:-4] + one.split()[-1:]) for one, _ in differences} == {
         " ".join(other.split()[:-4] + other.split()[-1:]) for _, other in differences
     }
@@ -169,7 +172,7 @@ def test_what_a_pod_sees(scene: Scene) -> None:
 
 
 def test_a_mount_without_a_source(scene: Scene, vendors: dict[str, Vendor]) -> None:
-    """The agent cannot see a mount's missing source, as in a pod: the runtime reports it and starts no container."""
+    """If the source of a plugin's mount is missing, an Event of the pod names it; once it exists, the pod runs."""
     scene.nodes("a", 1)
     scene.serve(adopted("a", "all"))
     missing = isolate.DEVICES / "not-there"
@@ -194,7 +197,7 @@ def test_a_plugin_that_ends_while_a_pod_is_admitted(
 ) -> None:
     """The pod's status says which plugin ended in which call, and the kubelet admits the next pod.
 
-    The agent stays registered for what the claim holds, so it is not the end of its stream that ends the call.
+    As a claim holds a device, the agent stays registered: the kubelet's call ends with the plugin, not with a stream.
     """
     cluster = scene.cluster
     scene.nodes("a", 2)
@@ -239,7 +242,11 @@ def test_a_plugin_that_ends_while_a_pod_is_admitted(
 def test_a_pod_is_deleted_while_its_plugin_hangs(
     scene: Scene, vendors: dict[str, Vendor], side: str, call: str, grace: int, then: str, how: str
 ) -> None:
-    """A late response of a hanging plugin grants nothing: the next pod or claim gets the device, once."""
+    """A pod is deleted during a plugin's call: its late response grants nothing, and the next pod gets the device.
+
+    side and call: how the first pod gets the device, and the plugin's call that hangs. grace: of the deletion, in
+    seconds. then: the side of the next pod. how: the call ends by the plugin's response or by its kill.
+    """
     cluster = scene.cluster
     scene.nodes("a", 1)
     hold = isolate.DEVICES / "hold"
@@ -287,7 +294,7 @@ def test_a_pod_is_deleted_while_its_plugin_hangs(
 def test_pods_with_limits_through_dra_start_though_their_plugin_wants_pre_start_container(
     scene: Scene, vendors: dict[str, Vendor]
 ) -> None:
-    """A pod by limits starts through DRA although its plugin wants PreStartContainer for pods of the plugin side."""
+    """A pod with limits starts through DRA although its plugin wants PreStartContainer, which is called once a pod."""
     cluster = scene.cluster
     scene.nodes("a", 1)
     once = {"devices": [{"plugin": {"claims": True, "pre_start": "once"}}]}
@@ -313,7 +320,7 @@ def test_pods_with_limits_through_dra_start_though_their_plugin_wants_pre_start_
 
 
 def test_moves_through_restarts(scene: Scene, vendors: dict[str, Vendor]) -> None:
-    """Devices that move to either side stay with their holders while kubelet, plugins and agent restart."""
+    """Pods on both sides keep devices that are to move while kubelet, plugins and agent restart."""
     plains, claimers = scene.both()
     allocated = {letter: len(calls(vendor, "Allocate")) for letter, vendor in vendors.items()}
     for what in ("kubelet", "plugins", "agent", "plugins", "kubelet", "agent"):
@@ -329,14 +336,14 @@ def test_moves_through_restarts(scene: Scene, vendors: dict[str, Vendor]) -> Non
                 vendor.start()
         scene.check()
     scene.observe(5)
-    # The answers were kept: no restart asked a plugin again.
+    # The agent kept the plugins' responses: no restart caused another Allocate.
     assert allocated == {letter: len(calls(vendor, "Allocate")) for letter, vendor in vendors.items()}
     end_one_of_each(scene, plains, claimers)
 
 
 @pytest.fixture
 def cards(cluster: Cluster) -> Iterator[Bridge]:
-    """Eight devices of a plugin behind the agent, all on the plugin's side."""
+    """An agent that has adopted a plugin with eight devices, all on the plugin side."""
     for directory in (test_handover.DEVICES, test_handover.NOTES):
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir(parents=True)
@@ -372,7 +379,7 @@ def cards(cluster: Cluster) -> Iterator[Bridge]:
 def test_a_held_device_comes_back_under_another_id(
     scene: Scene, vendors: dict[str, Vendor], first: str, then: str
 ) -> None:
-    """The plugin lists the same nodes under other ids. No pod or claim gets one of these before the holder ends."""
+    """The plugin lists the same device nodes under new ids: no pod or claim gets a new id before the holder ends."""
     cluster, shares = scene.cluster, {"claim": "all", "limits": "none"}
     make = {"claim": scene.claimer, "limits": scene.pod}
     scene.nodes("a", 2)
@@ -414,7 +421,10 @@ def test_a_held_device_comes_back_under_another_id(
 def test_a_node_that_another_resource_lists_as_well(
     scene: Scene, first: tuple[str, str], then: tuple[str, str], answer: str
 ) -> None:
-    """A plugin gives the node for resource a, and the agent lists the node for resource b: one holder at a time."""
+    """A plugin gives a device node for resource a, and resource b lists the same node: it has one holder at a time.
+
+    first and then: the resource and the kind of pod of the holder and of the pod that waits for the holder's end.
+    """
     cluster, shares, ways = scene.cluster, {"claim": "all", "limits": "none"}, dict([first, then])
     make = {"claim": scene.claimer, "limits": scene.pod}
     scene.nodes("a", 1)
@@ -436,18 +446,18 @@ def test_a_node_that_another_resource_lists_as_well(
     assert second.phase in ("Pending", "Failed")
     held.delete()
     held.wait_gone()
-    if second.phase == "Failed":  # The kubelet admitted it before it had the list without the device.
+    if second.phase == "Failed":  # The kubelet called Allocate before it had the list without the device.
         second = make[then[1]]("third", then[0])
     scene.running(second)
 
 
 @pytest.mark.lengthy
 def test_moves_under_churn(cards: Bridge) -> None:
-    """Pods of both kinds churn while devices move, through kubelet restarts, kills of the agent and an outage."""
+    """No device has two holders while pods churn and devices move, through restarts, kills and an API outage."""
     test_handover.test_no_device_ever_has_two_holders(cards)
 
 
-# A9: the plugin registers with the kubelet, past the agent, while claims hold devices.
+# The plugin registers with the kubelet, past the agent, while claims hold devices.
 
 
 def healthy() -> set[str]:
@@ -456,7 +466,7 @@ def healthy() -> set[str]:
 
 
 def refused(scene: Scene, name: str) -> None:
-    """A pod with limits gets none of the devices that claims have."""
+    """Check that a new pod with limits gets no device, then delete the pod."""
     pod = scene.pod(name, "a", restartPolicy="Never")
     scene.cluster.wait_for(lambda: pod.phase == "Failed" or pod.unschedulable(), LIMIT, f"{name} gets nothing")
     print(f"{name}: {pod.phase}")
@@ -466,13 +476,13 @@ def refused(scene: Scene, name: str) -> None:
 
 
 def reverted(scene: Scene, vendor: Vendor) -> None:
-    """Have the plugin's DaemonSet get its former hostPath back, as an operator does."""
+    """Restart the plugin so that it registers with the kubelet, as when its DaemonSet gets its former hostPath."""
     vendor.move(None)
 
 
 @pytest.mark.parametrize("agent", ["runs", "starts-later"])
 def test_a_reverted_path_while_claims_hold_devices(scene: Scene, vendors: dict[str, Vendor], agent: str) -> None:
-    """The agent registers again, so that it gets and refuses Allocate calls; claims keep their devices."""
+    """The plugin registers with the kubelet: the agent registers again and refuses pods; claims keep their devices."""
     cluster = scene.cluster
     scene.nodes("a", 2)
     scene.serve(adopted("a", "all"))
@@ -500,7 +510,7 @@ def test_a_reverted_path_while_claims_hold_devices(scene: Scene, vendors: dict[s
     refused(scene, "limits-after")
     scene.observe(3)
     assert len(calls(vendor, "Allocate")) == before
-    # Put right again.
+    # The operator corrects the path.
     vendor.move(DIRECTORY)
     scene.agents.wait_offered(2, timeout=120)
     scene.running(scene.claimer("next", "a"))
@@ -511,9 +521,10 @@ def test_a_reverted_path_while_claims_hold_devices(scene: Scene, vendors: dict[s
 def test_a_reverted_path_after_the_config_has_dropped_the_resource(
     scene: Scene, vendors: dict[str, Vendor], monkeypatch: pytest.MonkeyPatch, *, adopts: bool
 ) -> None:
-    """An agent that starts gives pods no device of a claim, although only its register names these devices.
+    """A config drops a resource whose devices claims hold, and its plugin registers with the kubelet: pods get none.
 
-    What is made of a config without adopted resources has no `--adopt`.
+    Only the agent's saved register names these devices then. adopts: the agent still adopts another resource; otherwise
+    it runs without `--adopt`.
     """
     cluster = scene.cluster
     for letter in "ab":
@@ -538,7 +549,7 @@ def test_a_reverted_path_after_the_config_has_dropped_the_resource(
     refused(scene, "limits")
     cluster.wait_allocatable(named("a"), 0)
     assert len(calls(vendor, "Allocate")) == before
-    # Put right again, or what the plugin is to serve alone.
+    # The plugin registers with the agent again, or serves the resource without the agent.
     vendor.stop()
     for pod in held:
         pod.delete()
@@ -553,7 +564,7 @@ def test_a_reverted_path_after_the_config_has_dropped_the_resource(
 
 
 def test_a_reverted_plugin_that_comes_again_and_again(scene: Scene, vendors: dict[str, Vendor]) -> None:
-    """A plugin that ends once the agent has registered again, as AMD's does, is noticed each time it returns."""
+    """A plugin that exits when the agent registers again, as AMD's does, is noticed at each of its registrations."""
     cluster = scene.cluster
     scene.nodes("a", 2)
     scene.serve(adopted("a", "all"))
@@ -573,8 +584,8 @@ def test_a_reverted_plugin_that_comes_again_and_again(scene: Scene, vendors: dic
     for number in range(8):
         cluster.wait_for(lambda: noticed() > number, LIMIT, "it is noticed again")  # noqa: B023
         assert vendor.process is not None
-        # When a stream ends the kubelet disconnects whoever is registered then. If that is the agent again already, the
-        # plugin stays connected (kubelet 1.36.3, devicemanager/plugin/v1beta1/handler.go: runClient).
+        # When a stream ends, the kubelet disconnects the plugin that is registered then. If this is the agent already,
+        # the vendor's plugin stays connected (kubelet 1.36.3, devicemanager/plugin/v1beta1/handler.go: runClient).
         try:
             assert vendor.process.wait(5) == 1
         except subprocess.TimeoutExpired:
@@ -589,7 +600,7 @@ def test_a_reverted_plugin_that_comes_again_and_again(scene: Scene, vendors: dic
 
 
 def test_two_instances_of_a_plugin(scene: Scene, vendors: dict[str, Vendor]) -> None:
-    """With one plugin at the agent and one at the kubelet, idle devices leave the slice and pods get none."""
+    """With one plugin at the agent and one at the kubelet, idle devices leave the slice; no pod bypasses the agent."""
     cluster = scene.cluster
     scene.nodes("a", 4)
     scene.serve(adopted("a", 2))
@@ -621,7 +632,7 @@ def test_two_instances_of_a_plugin(scene: Scene, vendors: dict[str, Vendor]) -> 
 
 
 def test_an_allocation_past_the_agent(scene: Scene, vendors: dict[str, Vendor]) -> None:
-    """What a pod gets before the agent notices another plugin is reported, and is given to nobody else."""
+    """A device that a pod got past the agent is reported as quarantined, and no claim gets it before the pod ends."""
     cluster = scene.cluster
     scene.nodes("a", 2)
     scene.serve(adopted("a", "all"))
@@ -672,7 +683,7 @@ def test_adoption_while_pods_hold_devices(scene: Scene) -> None:
     agents.wait_registered()
     scene.observe(3)
     scene.handed_on(pods[0].delete, [pods[0].uid], "wants")
-    # The way back: all claims end, the devices return, then the plugin goes past the agent, which leaves it alone.
+    # The way back: all claims end, the devices return to the plugin side, then the plugin registers with the kubelet.
     scene.share(a="none")
     for pod in (*claimers, cluster.pod("wants")):
         pod.delete()
@@ -682,7 +693,7 @@ def test_adoption_while_pods_hold_devices(scene: Scene) -> None:
     cluster.wait_allocatable(named("a"), 0)
     vendor.directory = None
     vendor.start()
-    scene.stack.callback(vendor.stop)  # before the agent, which ends when nothing is allocatable any more
+    scene.stack.callback(vendor.stop)  # before the agent's teardown, which waits until nothing is allocatable
     cluster.wait_allocatable(named("a"), 4)
     after = [scene.pod(f"after-{number}", "a") for number in range(3)]
     scene.running(pods[1], *after)

@@ -1,4 +1,4 @@
-"""Vendors' plugins behind `deviceplugin run --adopt` on the real node: what pods get, restarts, and the way back."""
+"""Vendors' plugins adopted by `deviceplugin run --adopt` on the real node: allocations, restarts, and the way back."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.scenarios.sides import named
 __all__ = ["scene"]
 
 DIRECTORY = isolate.DEVICES / "adopted"
-"""Where plugins register with the agent."""
+"""The directory in which plugins register with the agent."""
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def node(cluster: Cluster) -> Iterator[RealNode]:
 
 
 class TestAdoptedOnRealNode(AdoptedScenarios):
-    """Against a kubelet with containers and device nodes."""
+    """The scenarios of adopted plugins with a real kubelet, containers and device nodes."""
 
 
 class Adopter:
@@ -59,7 +59,7 @@ class Adopter:
         scene.stack.callback(lambda: print(self.log.read_text(errors="replace")))
 
     def start(self) -> None:
-        """Start it, and wait until plugins can register."""
+        """Start the agent, and wait until plugins can register."""
         options = ["--config", str(self.config), "--adopt", str(DIRECTORY), "--log-level", "debug"]
         options += ["--cgroup-root", str(isolate.POD_CGROUPS)]
         before = self.log.read_text().count(READY) if self.log.exists() else 0
@@ -70,7 +70,7 @@ class Adopter:
         self.scene.cluster.wait_for(lambda: self.log.read_text().count(READY) > before, 60, "the agent is there")
 
     def stop(self, number: signal.Signals = signal.SIGTERM) -> None:
-        """End it."""
+        """End the agent."""
         process, self.process = self.process, None
         if process is not None:
             process.send_signal(number)
@@ -88,7 +88,7 @@ def test_adoption_and_the_way_back(scene: Scene) -> None:
     vendor.start()
     held, keys = two_hold(scene)
 
-    # In this order: the agent, then the plugin in its directory.
+    # Adoption: first the agent starts, then the plugin registers in the agent's directory.
     agent.start()
     vendor.stop()
     cluster.wait_allocatable(named("a"), 0)
@@ -117,7 +117,7 @@ def test_adoption_and_the_way_back(scene: Scene) -> None:
     assert {pod.name: scene.key(pod) for pod in held} == keys
     scene.handed_on(held[0].delete, [held[0].uid], "wants-plain")
 
-    # Back: the plugin first, as if an operator had reverted its hostPath, then the agent.
+    # The way back: first the plugin registers with the kubelet, as after a reverted hostPath, then the agent ends.
     scene.wait(plain("wants-more", "a"))
     vendor.move(None)
     cluster.wait_for(
@@ -140,10 +140,10 @@ needs_sample = pytest.mark.skipif(
 @needs_sample
 @pytest.mark.parametrize("how", ["registers", "is asked", "both"])
 def test_the_sample_plugin_of_kubernetes(scene: Scene, how: str) -> None:
-    """The Kubernetes sample plugin, with our directories mounted at its fixed paths, is served, also after restarts.
+    """The agent adopts the Kubernetes sample plugin, whose fixed paths are mounts of the agent's directories.
 
-    It calls Register if the file DEPRECATION is not in the directory (kubelet 1.36.3 makes none), and is asked if its
-    socket is in plugins_registry.
+    The plugin calls Register unless its directory has a file DEPRECATION (kubelet 1.36.3 makes none), and the agent
+    asks a plugin whose socket is in plugins_registry. Pods get devices, also after restarts of kubelet and agent.
     """
     cluster = scene.cluster
     resource = "example.com/resource"

@@ -1,9 +1,9 @@
-"""Each alert of the example fires in a real Prometheus for what happens on the real node, and ends with its cause.
+"""Each alert of the example rules fires in a real Prometheus for its cause on a real node, and ends with the cause.
 
-The rules' times are shorter (`tests.cluster.prometheus`), so is that after which holders are unknown. The causes are
-real but for these. Hooks, sources and the agent's own status fail by the words of a script. The second node of
-`test_an_agent_that_has_gone` is a Node without a kubelet, and its agent an answer to scrapes. There is no
-kube-state-metrics: `KubeState` says the same of the API server's objects.
+The rules' times are shorter (`tests.cluster.prometheus`), and so is the time after which holders count as unknown. The
+causes are real, with these exceptions: a script makes hooks, sources and the agent's status fail; the second node of
+`test_an_agent_that_has_gone` is a Node without a kubelet, and an HTTP server answers scrapes in place of its agent;
+`KubeState` has the metrics of kube-state-metrics.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ bridge, prometheus = metrics.bridge, metrics.prometheus  # fixtures
 
 
 def share(cluster: Cluster, wanted: str, driver: str = "gpu.example.com") -> None:
-    """Ask for a share of a driver's devices for claims."""
+    """Request a share of a driver's devices for claims."""
     annotation = {"metadata": {"annotations": {f"{driver}/dra-share": wanted}}}
     cluster.api.patch("Node", cluster.node_name, annotation)
 
 
 def fires(prometheus: Prometheus, *alerts: str | tuple[str, str]) -> bool:
-    """Whether all these fire, each by its name, or by that and the device or resource that it is about."""
+    """Return whether all these alerts fire, each given by its name, or by its name and its device or resource."""
     found = prometheus.firing()
     return {one for one in alerts if isinstance(one, tuple)} <= found and {
         one for one in alerts if isinstance(one, str)
@@ -65,7 +65,7 @@ def wait_fires(prometheus: Prometheus, cluster: Cluster, *alerts: str | tuple[st
 
 
 def wait_ended(prometheus: Prometheus, cluster: Cluster, *alerts: str) -> None:
-    """Wait until none of these alerts fires; without names until none at all does."""
+    """Wait until none of these alerts fires; without names, until no alert fires."""
 
     firing = set[str]()
 
@@ -81,7 +81,7 @@ def wait_ended(prometheus: Prometheus, cluster: Cluster, *alerts: str) -> None:
 
 
 def test_alerts_fire_for_what_happened(bridge: Bridge, prometheus: Prometheus) -> None:
-    """Alerts fire while the test makes their cause, and end when the cause ends."""
+    """Alerts fire for a sick device, a lost kubelet, a stuck handover and a dead agent, and end with their causes."""
     cluster = bridge.cluster
     (group,) = prometheus.get("rules")["groups"]
     cluster.wait_for(
@@ -103,7 +103,7 @@ def test_alerts_fire_for_what_happened(bridge: Bridge, prometheus: Prometheus) -
     def stuck() -> set[str]:
         return {device for name, device in prometheus.firing() if name == "HandoverStuck"}
 
-    # A device that is held cannot move: that the handover waits for its pod is no reason for an alert.
+    # A held device cannot move: a handover that waits for the device's pod raises no alert.
     before = cluster.allocatable("example.com/gpu")
     holder = cluster.start_pod("holder", {"example.com/gpu": 1}).wait_running()
     device = env_of(holder)["GPU"]
@@ -119,7 +119,7 @@ def test_alerts_fire_for_what_happened(bridge: Bridge, prometheus: Prometheus) -
     share(cluster, "3")
     cluster.wait_allocatable("example.com/gpu", before)
 
-    # Without a kubelet nothing says that its devices are free.
+    # Without a kubelet the agent cannot know that the devices are free.
     cluster.stop_kubelet()
     cluster.wait_for(
         lambda: (
@@ -160,12 +160,12 @@ CAUSES: list[tuple[str, set[tuple[str, str]]]] = [
         },
     ),
 ]
-"""Faults of the script, and alerts that they raise."""
+"""Words that make the script fail, and the alerts that each of these faults raises."""
 
 
 @pytest.fixture
 def small_disk(cluster: Cluster) -> Iterator[Path]:
-    """A file system for the ledger alone; a file that fills it is removed at the end."""
+    """Mount a small file system for the ledger, and return the path of a file that can fill the file system."""
     directory = LEDGER.parent
     directory.mkdir(parents=True, exist_ok=True)
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "ledger", str(directory)], check=True)
@@ -183,7 +183,7 @@ def fill(path: Path) -> None:
 
 @contextlib.contextmanager
 def covered_checkpoint(directory: Path) -> Iterator[None]:
-    """Have something else in the place of the kubelet's checkpoint, as by a wrong mount."""
+    """Mount an unreadable file over the kubelet's checkpoint, as a wrong mount does."""
     other = directory / "no-checkpoint"
     other.write_text("{")
     subprocess.run(["mount", "--bind", str(other), str(CHECKPOINT)], check=True)
@@ -195,7 +195,7 @@ def covered_checkpoint(directory: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_slices(bridge: Bridge) -> Iterator[None]:
-    """Take the right to write slices from the agent's role."""
+    """Remove the right to write slices from the agent's role, until the end of the context."""
     role = bridge.cluster.api.get("ClusterRole", "dra-bridge", api_version="rbac.authorization.k8s.io/v1")
     patch = {"rules": [rule for rule in role["rules"] if "resourceslices" not in rule["resources"]]}
     assert patch["rules"] != role["rules"]
@@ -209,7 +209,7 @@ def without_slices(bridge: Bridge) -> Iterator[None]:
 
 @contextlib.contextmanager
 def a_slice_that_stays(bridge: Bridge) -> Iterator[None]:
-    """Have a slice of others in the pool of gpu.example.com, which cannot be deleted."""
+    """Add a foreign slice to the pool of gpu.example.com; a finalizer keeps the slice from being deleted."""
     api, node = bridge.cluster.api, bridge.cluster.node_name
     pool = {"name": node, "generation": 1, "resourceSliceCount": 1}
     metadata = {"name": "stays", "finalizers": ["example.com/stays"]}
@@ -223,7 +223,7 @@ def a_slice_that_stays(bridge: Bridge) -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_account(bridge: Bridge) -> Iterator[None]:
-    """Remove the agent's ServiceAccount, which ends its token; give it another one of that name at the end."""
+    """Delete the agent's ServiceAccount, which makes its token invalid; at the end create the account and a token."""
     account = bridge.cluster.api.get("ServiceAccount", "dra-bridge", "dra-bridge")
     bridge.cluster.api.delete("ServiceAccount", "dra-bridge", "dra-bridge")
     try:
@@ -237,7 +237,7 @@ def without_account(bridge: Bridge) -> Iterator[None]:
 
 @pytest.mark.lengthy
 def test_alerts_about_sources_and_others(small_disk: Path, bridge: Bridge, prometheus: Prometheus) -> None:
-    """Alerts: faults of sources and hooks, another plugin, a full disk, an unreadable checkpoint, lost rights."""
+    """Alerts fire for failing sources and hooks, another plugin, a full disk, an unreadable checkpoint, lost rights."""
     cluster = bridge.cluster
     assert bridge.script is not None
     faults, ill = bridge.script.with_name("faults"), bridge.script.with_name("ill")
@@ -245,7 +245,7 @@ def test_alerts_about_sources_and_others(small_disk: Path, bridge: Bridge, prome
         faults.write_text(words)
         wait_fires(prometheus, cluster, *alerts)
 
-    # A hook that fails: pods by limits are refused, claims are tried again. And a slow one, of another driver.
+    # A hook fails: pods with limits are refused, claims are tried again. The hook of another driver is slow.
     faults.write_text("gpu-edits card-slow")
     bridge.claim("mine", bridge.one(resource="example.com/gpu"))
     bridge.claim("slow", bridge.one(resource="example.com/card"))
@@ -300,7 +300,7 @@ def test_alerts_about_sources_and_others(small_disk: Path, bridge: Bridge, prome
         wait_fires(prometheus, cluster, "FilesDoNotAnswer")
     wait_ended(prometheus, cluster)
 
-    # The end of the API server is that of the watches; the next ones are refused.
+    # The watches end with the API server, and the next watches are refused.
     canary = cluster.pod("canary")
     canary.delete()
     canary.wait_gone()
@@ -314,7 +314,7 @@ def test_alerts_about_sources_and_others(small_disk: Path, bridge: Bridge, prome
 
 
 def test_a_token_that_is_not_renewed(bridge: Bridge, prometheus: Prometheus) -> None:
-    """The alert fires before a token expires and ends with a new token, which an agent that starts reads at once."""
+    """The alert fires for an agent with a token of 10 minutes, and ends after a start with a token of an hour."""
     for seconds, wait in ((600, wait_fires), (3600, wait_ended)):
         bridge.renew_token(seconds)
         bridge.stop()
@@ -326,7 +326,7 @@ def test_a_token_that_is_not_renewed(bridge: Bridge, prometheus: Prometheus) -> 
 
 BOARDS = isolate.DEVICES / "boards"
 ADOPTED = isolate.DEVICES / "adopted-boards"
-"""Where a vendor's plugin registers with the agent."""
+"""The directory in which a vendor's plugin registers with the agent."""
 
 
 def board(letter: str, share: str | int, **more: Any) -> dict[str, Any]:
@@ -340,19 +340,19 @@ def board(letter: str, share: str | int, **more: Any) -> dict[str, Any]:
 
 
 class Watched(Bridge):
-    """The agent of a config file, which serves its metrics and adopts plugins."""
+    """A bridge whose agent serves its metrics and adopts plugins."""
 
     def command(self) -> list[str]:
         return [*super().command(), "--metrics-address", AGENT, "--adopt", str(ADOPTED)]
 
     def wait_registered(self, *, resources: bool = False) -> None:
-        """Wait for the drivers; an adopted resource is registered when its plugin is there."""
+        """Wait for the drivers only: an adopted resource is registered after its plugin has started."""
         super().wait_registered(resources=resources)
 
 
 @contextlib.contextmanager
 def watched(cluster: Cluster, counts: Mapping[str, int], *resources: Mapping[str, Any]) -> Iterator[Watched]:
-    """Run the agent with so many device nodes of each resource."""
+    """Run the agent with device nodes; counts has their number by the resource's letter."""
     for directory in (BOARDS, ADOPTED):
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir(parents=True)
@@ -371,13 +371,13 @@ def watched(cluster: Cluster, counts: Mapping[str, int], *resources: Mapping[str
 
 
 def node_of(pod: Pod) -> Path:
-    """Return the device node that a container has."""
+    """Return the path of the device node in a pod's container."""
     (path,) = pod.exec(["find", str(BOARDS), "-type", "c"]).split()
     return Path(path)
 
 
 def list_pod_resources() -> None:
-    """Call the kubelet's `List`, as any monitoring agent does."""
+    """Call `List` of the kubelet's PodResources service, as a monitoring agent does."""
     with grpc.insecure_channel(f"unix:{POD_RESOURCES_SOCKET}", (("grpc.default_authority", "localhost"),)) as channel:
         podresources_pb2_grpc.PodResourcesListerStub(channel).List(
             podresources_pb2.ListPodResourcesRequest(), timeout=5
@@ -386,7 +386,7 @@ def list_pod_resources() -> None:
 
 @contextlib.contextmanager
 def their_plugin(letter: str, *ids: str, node: Path) -> Iterator[BarePlugin]:
-    """Register another plugin of a resource, which gives each container the same device node."""
+    """Register another plugin for a resource; each container gets the same device node from the plugin."""
     plugin = BarePlugin(
         DEVICE_PLUGINS, *ids, resource=f"example.net/{letter}", endpoint=f"theirs-{letter}.sock", prefer=True
     )
@@ -403,9 +403,9 @@ def their_plugin(letter: str, *ids: str, node: Path) -> Iterator[BarePlugin]:
 
 
 def test_alerts_about_holders(cluster: Cluster, tmp_path: Path) -> None:
-    """A device that the kubelet gave to two pods, when another plugin served it, raises an alert.
+    """Alerts fire for a device that the kubelet gave to two pods while another plugin served the resource.
 
-    The kubelet does so if somebody calls `List` during an Allocate, after another pod's end (kubernetes#137534). The
+    The kubelet does so if a client calls `List` during an Allocate, after another pod's end (kubernetes#137534). The
     agent would refuse the second pod.
     """
     with (
@@ -473,7 +473,7 @@ def test_alerts_about_holders(cluster: Cluster, tmp_path: Path) -> None:
 
 
 def test_alerts_about_what_an_operator_did(cluster: Cluster, tmp_path: Path) -> None:
-    """A share with which a kubelet restart ends pods, a mistake in the file and a lost plugin raise alerts."""
+    """Alerts fire for shares after which a kubelet restart ends pods, for an invalid config file and a lost plugin."""
     if cluster.minor < 35:
         pytest.skip("1.34 leaves extended resources to DRA only where the node does not name them at all")
     adopted = {"name": "example.net/v", "devices": [{"plugin": {}}]}
@@ -483,14 +483,14 @@ def test_alerts_about_what_an_operator_did(cluster: Cluster, tmp_path: Path) -> 
         KubeState(cluster),
         Prometheus(tmp_path) as prometheus,
     ):
-        # Of d: a pod that waited is older than one of the plugin side; the agent does not know that.
+        # Resource d: a pod that waited is older than a pod on the plugin side, which the agent does not know.
         cluster.wait_allocatable("example.net/d", 3)
         first = cluster.start_pod("first", {"example.net/d": 2}).wait_running()
         waits = older(cluster.start_pod("waits", {"example.net/d": 2}))
         waits.wait_unschedulable()
         younger = cluster.start_pod("younger", {"example.net/d": 1}).wait_running()
         share(cluster, "all", "d.example.net")
-        # Of e: the share is forced, there and back.
+        # Resource e: the share is forced, to the plugin side and back.
         agent.wait_offered(4, "e.example.net")
         cluster.wait_allocatable("example.net/e", 0)
         older(cluster.start_pod("unchanged", {"example.net/e": 1})).wait_running()
@@ -531,7 +531,7 @@ def their_vendor(letter: str) -> Iterator[BarePlugin]:
 
 
 FORGED = 'deviceplugin_devices{resource="example.com/a\x1b[2J"} 1\ndeviceplugin_devices{resource="example.com/b"} 1\n'
-"""What the other node's agent says: of one resource with a character that a terminal takes for a command."""
+"""Metrics of the other node's agent; the name of one resource has a control sequence for terminals."""
 
 
 @contextlib.contextmanager
@@ -567,7 +567,7 @@ _AGENTS = "example.net/agents"
 
 @contextlib.contextmanager
 def other_node(cluster: Cluster) -> Iterator[None]:
-    """Have a second Node, with the capacity for an agent and no kubelet."""
+    """Create a second Node without a kubelet, with the capacity for an agent's pod."""
     there = {"cpu": "4", "memory": "4Gi", "pods": "10"}
     info = cluster.node()["status"]["nodeInfo"]
     labels = {_AGENTS: "yes", "kubernetes.io/os": "linux"}
@@ -584,14 +584,14 @@ def other_node(cluster: Cluster) -> Iterator[None]:
 
 
 class Discovery:
-    """Tells Prometheus of the agents' pods that have an address, as its discovery of Kubernetes does."""
+    """Gives Prometheus the addresses of the agents' pods, as its service discovery of Kubernetes does."""
 
     def __init__(self, deployed: Deployed, prometheus: Prometheus) -> None:
         self.deployed = deployed
         self.prometheus = prometheus
 
     def pod_of(self, node: str) -> Pod | None:
-        """Return the agent's pod that is bound to a node, None if there is none."""
+        """Return the agent's pod that is bound to a node, or None."""
         found = [pod for pod in self.deployed.pods() if pod.object["spec"].get("nodeName") == node]
         return found[0] if found else None
 
@@ -604,19 +604,19 @@ class Discovery:
         return {node for _, node in agents}
 
     def wait(self, *nodes: str) -> None:
-        """Wait until agents run on these nodes, and on no other."""
+        """Wait until agents' pods have addresses on exactly these nodes."""
         self.deployed.cluster.wait_for(lambda: self.nodes() == {*nodes}, daemonset.PATIENCE, f"agents are on {nodes}")
 
 
 class Labelled(Deployed):
-    """A DaemonSet for the nodes of a label."""
+    """A deployed agent whose DaemonSet has a node selector."""
 
     def apply(self, *options: str) -> None:
         super().apply(f"--node-selector={_AGENTS}=yes", *options)
 
 
 def label(cluster: Cluster, value: str | None) -> None:
-    """Set the label of the node for agents, or remove it."""
+    """Set the node's label that the DaemonSet selects, or remove the label if value is None."""
     cluster.api.patch("Node", cluster.node_name, {"metadata": {"labels": {_AGENTS: value}}})
 
 
@@ -658,7 +658,7 @@ def test_an_agent_that_has_gone(labelled: Labelled, tmp_path: Path) -> None:
         discovery.wait(cluster.node_name, OTHER)
         cluster.wait_for(lambda: not prometheus.firing(), 60, "it is back")
 
-        # A node that leaves the cluster, and its pod with it.
+        # A node leaves the cluster together with its pod.
         cluster.api.delete("Node", OTHER)
         other.delete(0)
         discovery.wait(cluster.node_name)
@@ -667,7 +667,7 @@ def test_an_agent_that_has_gone(labelled: Labelled, tmp_path: Path) -> None:
         since = prometheus.evaluated()
         cluster.wait_for(lambda: prometheus.evaluated() > since + timedelta(seconds=3), 30, "the rules were evaluated")
         assert gone() == set()
-        kube_state.close()  # without it nothing tells a node that has left
+        kube_state.close()  # without these metrics a deleted Node cannot be distinguished from a removed agent
         cluster.wait_for(lambda: gone() == {OTHER}, 60, "the other node's agent is told")
         labelled.uninstall()
         discovery.wait()

@@ -1,6 +1,6 @@
-"""What a cluster autoscaler finds on the real API server in each state of a migration: judged by its model.
+"""A model of the cluster autoscaler judges the objects of a real API server in each state of a migration.
 
-Agents and `dra-bridge rollout` are real; Nodes and kubelets are not (`tests.cluster.group`).
+Agents and `dra-bridge rollout` are real; Nodes and kubelets are simulated (`tests.cluster.group`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.cluster.test_handover import serving_cards, states
 RESOURCE, DRIVER = "example.net/card", "card.example.net"
 COUNT = 3
 BUSY = [3] * COUNT
-"""Of four devices and CPUs of each node, what its pods use."""
+"""The number of devices and CPUs that pods use on each node; a node has four of both."""
 MARKS = {SCALE_DOWN_DISABLED: "true", f"{DRIVER}/dra-scale-down": "disabled", f"{DRIVER}/dra-pool": "publish"}
 ALL_USED, ALL_DISABLED = [Verdict.USED] * COUNT, [Verdict.DISABLED] * COUNT
 
@@ -41,18 +41,18 @@ def group(cluster: Cluster) -> Iterator[Group]:
 
 
 def test_an_autoscaler_drains_no_used_node_in_any_state(group: Group) -> None:
-    """No used node counts as idle or unready, whatever shares its group has.
+    """In no state of a migration does a used node count as idle or unready.
 
     The states: share none without slices and with empty slices, a mixed group, a partial share, moving devices, share
-    all, and back to none. Afterwards no mark of a rollout is left.
+    all, and none again. Afterwards no mark of a rollout is left.
     """
     names = [node.name for node in group.nodes]
 
-    # None, without slices: agents that serve no claims change nothing for the autoscaler.
+    # Share none, without slices: agents that serve no claims change nothing for the autoscaler.
     assert group.slices() == {}
     assert group.verdicts() == ALL_USED
 
-    # A mixed group, and moving: the first node holds its move up, the others have empty slices.
+    # A mixed group with moving devices: the first node's holders delay its move, the other nodes have empty slices.
     status, out = group.rollout("--share", "2", "--timeout-per-node", "3")
     assert status == 1, out
     assert f"stopped: {names[0]}: not done after 3 s" in out
@@ -61,14 +61,14 @@ def test_an_autoscaler_drains_no_used_node_in_any_state(group: Group) -> None:
     assert group.slices()[names[1]] == 0
     assert group.verdicts() == ALL_DISABLED
 
-    # What a rollout that went on later finds: it is interrupted no more, and undone here. None again.
+    # The stopped rollout is undone: share none again.
     status, out = group.rollout("--undo")
     assert status == 0, out
     group.until(lambda: not group.slices(), "no node has a slice")
     assert group.annotations() == [{}] * COUNT
     assert group.verdicts() == ALL_USED
 
-    # Partial: one device of each node moves, the pods keep the others.
+    # A partial share: one device of each node moves, the pods keep the others.
     status, out = group.rollout("--share", "1", "--max-unavailable", str(COUNT))
     assert status == 0, out
     assert f"{COUNT} nodes stay marked {SCALE_DOWN_DISABLED}" in out
@@ -78,7 +78,7 @@ def test_an_autoscaler_drains_no_used_node_in_any_state(group: Group) -> None:
     _, shown = group.run("status", "--driver", DRIVER)
     assert shown.count("It is never scaled down while it is so") == COUNT
 
-    # All: the pods use claims then, and the nodes are judged by them.
+    # Share all: the pods use claims, and the autoscaler judges the nodes by these.
     group.end_pods()
     status, out = group.rollout("--share", "all", "--max-unavailable", str(COUNT), "--take-over")
     assert status == 0, out
@@ -87,7 +87,7 @@ def test_an_autoscaler_drains_no_used_node_in_any_state(group: Group) -> None:
     group.start_pods(BUSY, claims=True)
     assert group.verdicts() == ALL_USED
 
-    # Back at none.
+    # Share none again.
     group.end_pods()
     status, out = group.rollout("--share", "none", "--max-unavailable", str(COUNT), "--take-over")
     assert status == 0, out
@@ -102,7 +102,7 @@ def test_what_the_model_warns_of_is_what_one_node_alone_does(group: Group) -> No
     group.until(lambda: group.slices() == {group.nodes[0].name: 1}, "one node has a slice")
     assert group.verdicts() == [Verdict.IDLE, Verdict.UNREADY, Verdict.UNREADY]
     assert not stops(dict(zip([node.name for node in group.nodes], group.verdicts(), strict=True)))
-    # A rollout of the same share puts that right.
+    # A rollout of the same share marks the nodes.
     status, out = group.rollout("--share", "1", "--max-unavailable", str(COUNT))
     assert status == 0, out
     assert group.verdicts() == ALL_DISABLED
@@ -132,7 +132,7 @@ def test_a_rollout_that_was_ended_on_its_way(group: Group, ended: signal.Signals
 
 
 def test_agents_that_report_on_slices_are_replaced_one_by_one(cluster: Cluster) -> None:
-    """`status` and `rollout` read reports of former agents, whose slices and marks end when they are replaced."""
+    """`status` and `rollout` read the reports of older agents; the older slices and marks end with these agents."""
     if cluster.minor < 34:
         pytest.skip("extended resources through DRA came with 1.34")
     everywhere = ("--max-unavailable", str(COUNT), "--take-over")
@@ -143,7 +143,7 @@ def test_agents_that_report_on_slices_are_replaced_one_by_one(cluster: Cluster) 
         names = [node.name for node in group.nodes]
         former = [stack.enter_context(FormerAgent.running(group, node)) for node in others]
         group.start_pods(BUSY)
-        # What makes the marks necessary: an empty slice is all that the autoscaler sees of pods with limits.
+        # The reason for the marks: an empty slice hides the use by pods with limits from the autoscaler.
         assert group.slices() == {node.name: 0 for node in others}
         assert group.verdicts() == [Verdict.UNREADY, Verdict.IDLE, Verdict.IDLE]
         assert reported(group) == [{"plugin": DEVICES}] * COUNT
@@ -156,7 +156,7 @@ def test_agents_that_report_on_slices_are_replaced_one_by_one(cluster: Cluster) 
         assert group.annotations() == [MARKS] * COUNT
         assert group.verdicts() == ALL_DISABLED
 
-        # Back at none the new agent has a pool for as long as a former agent has one: no node is idle or unready.
+        # At share none the new agent keeps its pool while an older agent has one: no node is idle or unready.
         for node, agent in (*zip(others, former, strict=True), (None, None)):
             status, out = group.rollout("--share", "none", *everywhere)
             assert status == 0, out
@@ -187,9 +187,7 @@ def reported(group: Group) -> list[dict[str, int]]:
 def test_a_new_node_of_karpenter_serves_its_first_pods_by_limits(cluster: Cluster) -> None:
     """With `share: all`, a new node's devices move to claims once Karpenter has initialized the node.
 
-    Until then its pool is empty.
-
-    With its option for DRA Karpenter waits for such a complete pool.
+    Until then the node's pool has no devices. Karpenter with its DRA option waits for a complete pool such as this.
     """
     if cluster.minor < 34:
         pytest.skip("extended resources through DRA came with 1.34")

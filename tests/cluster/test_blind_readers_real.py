@@ -1,7 +1,7 @@
-"""No device has two holders where the agent looks at cgroups in which this kubelet's pods are not, on the real node.
+"""No device has two holders although the agent reads a cgroup tree that does not contain this kubelet's pods.
 
-The kubelet was started anew with `cgroupsPerQOS: false`: the `kubepods` of the one before is there, empty, and its pods
-lie beside it. The agent is a process of the host, so it has no pod of its own by which it could tell.
+The kubelet was restarted with `cgroupsPerQOS: false`: the former cgroup `kubepods` is left, empty, and the new pods'
+cgroups are beside it. The agent is a process of the host, so it has no pod of its own that would show the right tree.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ADDRESS = "127.0.0.1:9478"
 
 @pytest.fixture
 def cluster(make_cluster: Callable[..., Cluster]) -> Cluster:
-    make_cluster()  # it makes the tree
+    make_cluster()  # creates the cgroup tree
     return make_cluster(kubelet_config={"cgroupsPerQOS": False})
 
 
@@ -38,14 +38,14 @@ def problems(scene: Scene) -> list[str]:
 
 
 def said(scene: Scene, pod: Pod) -> bool:
-    """Whether the agent says that it does not see the pod, and what to set."""
+    """Return whether the agent reports that it does not see the pod's cgroup, and names cgroupsPerQOS."""
     names = {pod.uid, f"default/{pod.name}"}
     return any("cgroupsPerQOS" in problem and any(name in problem for name in names) for problem in problems(scene))
 
 
 @pytest.mark.parametrize("how", ["limits", "claim"])
 def test_a_pod_that_hangs_keeps_its_device(scene: Scene, how: str) -> None:
-    """A pod deleted by force, of which only directory and process are left, keeps its device."""
+    """A pod is deleted by force, but its process hangs: no other pod gets its device before the process ends."""
     scene.begin(a=(1, "none" if how == "limits" else "all"))
     pod = scene.pod("a0", "a") if how == "limits" else scene.claimer("a0", "a")
     scene.running(pod)
@@ -60,7 +60,7 @@ def test_a_pod_that_hangs_keeps_its_device(scene: Scene, how: str) -> None:
 
 
 def test_a_pod_that_ends_gives_its_device_on(scene: Scene) -> None:
-    """A deleted pod's device is free at once; a completed pod keeps its device until it is deleted, and is reported."""
+    """Deleted pods' devices go to waiting pods; a completed pod is reported and keeps its device until its deletion."""
     scene.begin(a=(1, "none"), b=(1, "all"))
     pod, user = scene.pod("a0", "a"), scene.claimer("b0", "b")
     scene.running(pod, user)
@@ -85,7 +85,7 @@ def test_a_pod_that_ends_gives_its_device_on(scene: Scene) -> None:
 
 
 def test_cgroups_end_while_pods_run_in_them(scene: Scene, make_cluster: Callable[..., Cluster]) -> None:
-    """A pod in the cgroup tree is seen to end; a hanging pod outside of this tree keeps its device."""
+    """A pod in the cgroup tree ends: a waiting pod gets its device. A hanging pod outside the tree keeps its device."""
     make_cluster()
     scene.begin(a=(2, "none"))
     former = scene.pod("a0", "a")
@@ -105,7 +105,7 @@ def test_cgroups_end_while_pods_run_in_them(scene: Scene, make_cluster: Callable
 
 
 def test_a_cgroup_that_is_made_later_ends_no_pod(scene: Scene, make_cluster: Callable[..., Cluster]) -> None:
-    """A pod in another cgroup keeps its device when the kubelet later makes an empty cgroup for the pod."""
+    """A pod outside the cgroup tree keeps its device after a kubelet restart creates an empty cgroup for the pod."""
     scene.begin(a=(1, "none"))
     pod = scene.make(plain("a0", "a", ignores_term=True, terminationGracePeriodSeconds=40))
     scene.running(pod)

@@ -1,7 +1,6 @@
-"""The command line against the real node: what it shows is true, and what it asks for is done.
+"""`dra-bridge` commands on a real node: their output is true, and the requested moves happen.
 
-It runs with the rights of an operator, who may read and patch Nodes but is not the agent, and not
-an administrator.
+The commands run with an operator's rights: to read Nodes and to patch some of their annotations.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ OTHER = "another-operator"
 
 @pytest.fixture
 def bridge(cluster: Cluster) -> Iterator[Bridge]:
-    """The agent with four devices, all on the plugin's side."""
+    """The agent with four devices, all on the plugin side."""
     if cluster.minor < 34:
         pytest.skip("extended resources through DRA came with 1.34")
     shutil.rmtree(DEVICES, ignore_errors=True)
@@ -72,14 +71,14 @@ CONFIG = f"resources: [{{name: {RESOURCE}, driver: {DRIVER}, devices: [path: /de
 
 
 def operators(deployment: Deployment, config: str = CONFIG) -> list[dict[str, Any]]:
-    """Return the operator's ClusterRole and what restricts it, as the manifests have them."""
+    """Return the operator's ClusterRole and the admission policy that restricts the role, from the manifests."""
     name = f"{deployment.name}-operator"
     found = [one for one in manifests(parse(config), config, deployment) if one["metadata"]["name"] == name]
     return [one for one in found if one["kind"] != "Role"]
 
 
 def bound(role: str, **subject: str) -> dict[str, Any]:
-    """Return the binding of a subject to a ClusterRole."""
+    """Return a ClusterRoleBinding of a subject to a ClusterRole."""
     return {
         "apiVersion": "rbac.authorization.k8s.io/v1",
         "kind": "ClusterRoleBinding",
@@ -91,7 +90,7 @@ def bound(role: str, **subject: str) -> dict[str, Any]:
 
 @pytest.fixture
 def kubeconfig(cluster: Cluster) -> Path:
-    """The kubeconfig of an operator: just the rights that the manifests' role for one gives."""
+    """The kubeconfig of an operator with exactly the rights of the operator's role in the manifests."""
     deployment = Deployment()
     user = {"kind": "User", "name": OPERATOR, "apiGroup": "rbac.authorization.k8s.io"}
     other = {**user, "name": OTHER}
@@ -102,7 +101,7 @@ def kubeconfig(cluster: Cluster) -> Path:
 
 @dataclass
 class Command:
-    """A command line in a process of its own, and what it has said so far."""
+    """A running or ended command, and the lines of its output so far."""
 
     process: subprocess.Popen[str]
     lines: list[str] = field(default_factory=list)
@@ -121,7 +120,7 @@ class Command:
 
 @pytest.fixture
 def started(kubeconfig: Path) -> Iterator[Callable[..., Command]]:
-    """Return what starts a command line."""
+    """Return a function that starts a `dra-bridge` command."""
     running: list[tuple[Command, threading.Thread]] = []
 
     def start(*argv: str, access: Path = kubeconfig) -> Command:
@@ -145,7 +144,7 @@ def started(kubeconfig: Path) -> Iterator[Callable[..., Command]]:
 
 @pytest.fixture
 def ran(started: Callable[..., Command]) -> Callable[..., tuple[int, str]]:
-    """Return what runs a command line to its end: its status and all that it said."""
+    """Return a function that runs a `dra-bridge` command to its end and returns its exit status and output."""
 
     def run(*argv: str, **options: Path) -> tuple[int, str]:
         made = started(*argv, **options)
@@ -155,7 +154,7 @@ def ran(started: Callable[..., Command]) -> Callable[..., tuple[int, str]]:
 
 
 def ended(command: Command, timeout: float = 60.0) -> int:
-    """Wait until it has ended and all that it said was read; return its status."""
+    """Wait until a command has ended and its output was read; return its exit status."""
     status = command.process.wait(timeout)
     assert command.over.wait(timeout)
     return status
@@ -167,14 +166,14 @@ def asked_of(cluster: Cluster) -> dict[str, str]:
 
 
 def told(text: str) -> dict[str, Any]:
-    """Return the only node of `status -o json`."""
+    """Return the only node in the output of `status -o json`."""
     (node,) = json.loads(text)["nodes"]
     assert isinstance(node, dict)
     return node
 
 
 def held_by(pod: Pod) -> str:
-    """Return the id of the device that a container has; it is made from the path."""
+    """Return the id, made from its path, of the device in a pod's container."""
     (path,) = (DEVICES / name for name in pod.exec(["ls", str(DEVICES)]).split())
     return device_id(str(path))
 
@@ -182,7 +181,7 @@ def held_by(pod: Pod) -> str:
 def test_migrate_waits_for_holders_there_and_back(
     bridge: Bridge, started: Callable[..., Command], ran: Callable[..., tuple[int, str]]
 ) -> None:
-    """`migrate --wait` names the holder for which it waits, and exits with 0 once the holder ends, both ways."""
+    """In both directions `migrate --wait` names the holder that it waits for, and exits with 0 once the holder ends."""
     cluster, node = bridge.cluster, bridge.cluster.node_name
     pod = cluster.start_pod("holder", {RESOURCE: 1}).wait_running()
     device = held_by(pod)
@@ -215,7 +214,7 @@ def test_migrate_waits_for_holders_there_and_back(
 
 
 def test_pods_that_a_kubelet_restart_would_end(bridge: Bridge, ran: Callable[..., tuple[int, str]]) -> None:
-    """After a forced share, `status` names the pods that a kubelet restart would end, by the pods' ages."""
+    """After a forced share, `status` names a pod that a kubelet restart would end, because an older pod has devices."""
     cluster, node = bridge.cluster, bridge.cluster.node_name
     first = cluster.start_pod("first", {RESOURCE: 2}).wait_running()
     waits = cluster.start_pod("waits", {RESOURCE: 3})
@@ -223,7 +222,8 @@ def test_pods_that_a_kubelet_restart_would_end(bridge: Bridge, ran: Callable[...
     cluster.start_pod("younger", {RESOURCE: 1}).wait_running()
     status, out = ran("migrate", node, "--driver", DRIVER, "--share", "all", "--force")
     assert (status, asked_of(cluster)) == (0, {SHARE: "all force"}), out
-    # Before devices are withdrawn the agent writes the number, and the kubelet its own, until the agent does it again.
+    # Before it withdraws devices, the agent writes the allocatable number; the kubelet writes its own number, until the
+    # agent writes again.
     cluster.wait_for(lambda: "moved to the DRA side" in bridge.log(), 60, "the idle device has moved")
     cluster.wait_reported()
     assert cluster.allocatable(RESOURCE) == 0
@@ -236,7 +236,7 @@ def test_pods_that_a_kubelet_restart_would_end(bridge: Bridge, ran: Callable[...
 
 
 def test_status_says_what_is_true(bridge: Bridge, ran: Callable[..., tuple[int, str]]) -> None:
-    """`status -o json` has each device's side, state and holder as node, containers and claims have them."""
+    """`status -o json` has each device's side, and the holder of a claimed device, as claims and slices have them."""
     cluster, node = bridge.cluster, bridge.cluster.node_name
     status, out = ran("migrate", node, "--driver", DRIVER, "--share", "50%", "--wait", "--timeout", "30")
     assert status == 0, out
@@ -245,7 +245,7 @@ def test_status_says_what_is_true(bridge: Bridge, ran: Callable[..., tuple[int, 
     bridge.claim("mine")
     bridge.pod("user", {"board": "mine"}).wait_running()
     (claimed,) = bridge.allocated("mine")
-    # The agent is in no pod here, so it is not asked: holders on the plugin side are unknown, and not free.
+    # `status` asks agents that run in pods, which this agent does not: holders on the plugin side are unknown.
     held: dict[str, str | None] = dict.fromkeys(device_id(str(DEVICES / f"board{number}")) for number in range(COUNT))
     assert held_by(pod) in held
     held[claimed] = "claim default/mine"
@@ -299,7 +299,7 @@ def test_rollout_stalls_goes_on_and_is_undone(bridge: Bridge, ran: Callable[...,
 
 
 def test_a_migration_outlasts_the_node_object(bridge: Bridge, ran: Callable[..., tuple[int, str]]) -> None:
-    """Devices stay with claims while no Node object exists and after it is created anew; requests are followed."""
+    """Devices stay on the DRA side while no Node object exists and after its recreation, until a share is requested."""
     cluster, node = bridge.cluster, bridge.cluster.node_name
     move = ("migrate", node, "--driver", DRIVER, "--wait", "--timeout", "60", "--share")
     assert ran(*move, "all")[0] == 0
@@ -310,7 +310,7 @@ def test_a_migration_outlasts_the_node_object(bridge: Bridge, ran: Callable[...,
     cluster.restart_kubelet()
     cluster.wait_for(lambda: "the previous share all stays" in bridge.log(), 60, "the other Node is noticed")
     bridge.wait_offered(COUNT)
-    bridge.stop()  # a pod of the agent goes with its Node, and the next one comes with the next Node
+    bridge.stop()  # an agent's pod would be deleted with the Node, and the next pod be created with the next Node
     bridge.renew_token()
     bridge.start()
     cluster.wait_for(lambda: "the previous share all stays" in bridge.log(), 60, "the next agent knows the share")
@@ -325,12 +325,12 @@ def test_a_migration_outlasts_the_node_object(bridge: Bridge, ran: Callable[...,
     status, out = ran(*move, "2")
     assert status == 0, out
     cluster.wait_allocatable(RESOURCE, 2)
-    annotate(cluster, {SHARE: None})  # of the same Node: the file's share is meant
+    annotate(cluster, {SHARE: None})  # the Node is the same, so that the config file's share applies
     cluster.wait_allocatable(RESOURCE, COUNT)
 
 
 def test_a_terminal_gets_no_control_characters(bridge: Bridge, ran: Callable[..., tuple[int, str]]) -> None:
-    """Control characters in annotations, which others may write, are printed escaped."""
+    """`status` and `rollout` print control characters in a Node's annotations escaped."""
     clear = "\x1b[2J"
     record = {"share": f"1{clear}", "owner": f"eve{clear}"}
     annotate(bridge.cluster, {SHARE: f"all{clear}", BEFORE: json.dumps(record)}, {"pool": "boards"})
@@ -343,7 +343,7 @@ def test_a_terminal_gets_no_control_characters(bridge: Bridge, ran: Callable[...
 
 
 def test_another_class_takes_the_extended_resource(bridge: Bridge, ran: Callable[..., tuple[int, str]]) -> None:
-    """An operator is warned of another DeviceClass that has the extended resource; the API server gives no warning."""
+    """`status` names another DeviceClass with the same extended resource, and the class that the scheduler uses."""
     selector = {"cel": {"expression": f'device.driver == "{DRIVER}"'}}
     spec = {"selectors": [selector], "extendedResourceName": RESOURCE}
     kind = {"apiVersion": bridge.api_version, "kind": "DeviceClass"}
@@ -397,7 +397,7 @@ def test_rollout_stops_when_a_pod_fails(
     holder = cluster.start_pod("holder", {RESOURCE: 1}).wait_running()
     rollout = started("rollout", "--driver", DRIVER, "--share", "all", "--selector", "pool=boards")
     bridge.wait_offered(COUNT - 1)  # the Node shows 0 allocatable a second before devices are withdrawn
-    # Past the scheduler, which would have known that nothing is left on this side.
+    # nodeName bypasses the scheduler, which would not bind the pod: the plugin side has no free device.
     cluster.start_pod("hasty", {RESOURCE: 1}, nodeName=node, restartPolicy="Never").wait_phase("Failed")
     assert ended(rollout) == 1, rollout.out
     assert f"stopped: {node}: pod default/hasty has failed (UnexpectedAdmissionError" in rollout.out
@@ -409,7 +409,7 @@ def test_rollout_stops_when_a_pod_fails(
 
 
 def test_status_says_which_move_lets_a_waiting_pod_start(bridge: Bridge, ran: Callable[..., tuple[int, str]]) -> None:
-    """`status` names the move after which a pod runs that wants three of four devices, which no side has."""
+    """A pod wants three devices and each side has two: `status` prints a `migrate` command after which the pod runs."""
     annotate(bridge.cluster, {SHARE: "2"})
     cluster = bridge.cluster
     cluster.wait_for(lambda: cluster.allocatable(RESOURCE) == 2 and len(bridge.offered()) == 2, 30, "two on each side")
@@ -447,7 +447,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "does not name each driver",
     ),
 }
-"""What an operator may not do with a Node, and what the API server says to it."""
+"""Changes to a Node that an operator may not make, and a part of the API server's error for each."""
 
 
 def test_an_operator_changes_nothing_of_a_node_but_shares(cluster: Cluster) -> None:
@@ -513,13 +513,13 @@ def test_an_operator_changes_nothing_of_a_node_but_shares(cluster: Cluster) -> N
         assert answer(unmarked) == ""
         assert "only as a rollout does" in answer({"metadata": {"annotations": {MARK: None}}})
         assert "only as a rollout does" in answer({"metadata": {"annotations": {RECORD: None}}})
-        annotate(cluster, {RECORD: None, POOL: None})  # now it is somebody else's
+        annotate(cluster, {RECORD: None, POOL: None})  # without the record, the mark is not a rollout's
         assert "only as a rollout does" in answer({"metadata": {"annotations": {MARK: None}}})
         assert "only as a rollout does" in answer(marked)
         annotate(cluster, {MARK: None})
         many = {"metadata": {"annotations": {**theirs["metadata"]["annotations"], BEFORE: "none"}}}
         assert "cost limit exceeded" in answer(many, both)
-        # A right that does not come from the role is not restricted by it.
+        # The policy does not restrict rights that come from another role.
         for body in (*(body for body, _ in REFUSED.values()), own, theirs):
             for by in (daemon, boss):
                 assert "operator" not in answer(body, by)
@@ -531,7 +531,7 @@ def test_an_operator_changes_nothing_of_a_node_but_shares(cluster: Cluster) -> N
 
 
 def test_kubectl_runs_it(bridge: Bridge, kubeconfig: Path) -> None:
-    """`kubectl dra-bridge` finds the program that `pip install` put beside Python, and prints the same."""
+    """`kubectl dra-bridge status` runs the plugin that `pip install` put beside Python; usage errors name kubectl."""
     programs = Path(sys.executable).parent
     assert (programs / "kubectl-dra_bridge").exists(), "installed before it was added: pip install -e '.[bridge,cli]'"
     bridge.wait_offered(0)

@@ -1,4 +1,4 @@
-"""What `dra-bridge convert` prints: the real API server takes it, and its pods get on the node what limits gave."""
+"""A real API server accepts the output of `dra-bridge convert`, and converted pods get the same as pods with limits."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ COUNT = 4
 
 
 def convert(text: str, *arguments: str) -> str:
-    """Run the command as a filter; nothing may be refused."""
+    """Return the output of `dra-bridge convert` for a text on its standard input; the command must succeed."""
     command = [sys.executable, "-m", "dra_bridge", "convert", *arguments]
     done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
@@ -40,14 +40,14 @@ def resources(count: int) -> dict[str, Any]:
 
 
 def pod_template(kind: str) -> dict[str, Any]:
-    """A pod template that each kind takes."""
+    """Return a pod template that is valid in objects of a kind."""
     policy = "OnFailure" if kind in ("Job", "CronJob") else "Always"
     containers = [{"name": name, "image": IMAGE, "resources": resources(count)} for name, count in (("a", 1), ("b", 2))]
     return {"metadata": {"labels": {"app": "w"}}, "spec": {"restartPolicy": policy, "containers": containers}}
 
 
 def workload(kind: str) -> dict[str, Any]:
-    """A whole object of a kind."""
+    """Return a complete object of a kind."""
     spec: dict[str, Any] = {"template": pod_template(kind)}
     if kind == "ReplicationController":
         spec["selector"] = {"app": "w"}
@@ -70,7 +70,7 @@ def bare(name: str) -> dict[str, Any]:
 
 
 def objects() -> list[dict[str, Any]]:
-    """One of each kind, a Pod with an init container and a List."""
+    """Return an object of each kind, a Pod with an init container, a List and a PodTemplate."""
     items = {"apiVersion": "v1", "kind": "List", "items": [bare("listed"), workload("Deployment")]}
     template = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "t"}, "template": pod_template("Pod")}
     return [*map(workload, KINDS), bare("bare"), items, template]
@@ -84,13 +84,13 @@ def kubectl(cluster: Cluster, *arguments: str, text: str = "") -> str:
 
 
 def test_the_api_server_takes_each_kind(cluster: Cluster) -> None:
-    """Manifests of each kind, in block and in flow style, are valid before and after, also to strict validation."""
+    """Converted manifests of each kind pass strict validation, in block style, flow style and JSON."""
     if cluster.minor < 34:
         pytest.skip("resource.k8s.io/v1 came with 1.34")
     strict = ("create", "--dry-run=server", "--validate=strict", "-f", "-")
     texts = [
         *(
-            # kubectl takes no document that begins on the line of `---`.
+            # kubectl does not accept a document that begins on the line of `---`.
             "---\n".join(yaml.safe_dump(one, sort_keys=False, default_flow_style=style, width=1e6) for one in objects())
             for style in (False, None, True)
         ),
@@ -117,7 +117,7 @@ def test_older_versions_are_taken(cluster: Cluster) -> None:
 
 @pytest.fixture
 def bridge(cluster: Cluster) -> Iterator[Bridge]:
-    """An agent whose devices have nodes, variables and mounts, all on the plugin's side."""
+    """An agent whose devices have nodes, variables and mounts, all on the plugin side."""
     if cluster.minor < 34:
         pytest.skip("resource.k8s.io/v1 came with 1.34")
     shutil.rmtree(DEVICES, ignore_errors=True)
@@ -140,7 +140,7 @@ def bridge(cluster: Cluster) -> Iterator[Bridge]:
 
 
 def got(pod: Pod, container: str) -> dict[str, Any]:
-    """What a container has of its devices: how many nodes and of what kind, variables, and the mount's content."""
+    """Return what a container has by its devices: device nodes and their kind, variables, and the mount's content."""
     listed = pod.exec(["sh", "-c", f"ls -l {DEVICES}/board* 2>/dev/null || true"], container).splitlines()
     mounts = pod.exec(["sh", "-c", "grep /opt/board /proc/self/mountinfo | cut -d' ' -f 4-6"], container)
     opened = pod.exec(["sh", "-c", f"for d in {DEVICES}/board*; do head -c 2 $d | wc -c; done"], container)
@@ -158,7 +158,7 @@ SLEEP = ["sh", "-c", "trap 'exit 0' TERM; sleep 1000000 & wait"]
 
 
 def test_a_converted_pod_gets_what_limits_gave(bridge: Bridge) -> None:
-    """A converted pod's containers get the nodes, variables and mounts as by limits, and share no device."""
+    """A converted pod's containers get the same nodes, variables and mounts as with limits, and share no device."""
     cluster = bridge.cluster
     body = bare("user")
     for container in body["spec"]["containers"]:
@@ -175,7 +175,7 @@ def test_a_converted_pod_gets_what_limits_gave(bridge: Bridge) -> None:
     kubectl(cluster, "create", "-f", "-", text=convert(text, "--class", f"{RESOURCE}={bridge.classes[RESOURCE]}"))
     pod = cluster.pod("user").wait_running()
     after = {name: got(pod, name) for name in "ab"}
-    # By limits containerd takes the mode of the host's node (oci.DeviceFromPath), for CDI runc's default.
+    # With limits a node has the mode of the host's node (containerd, oci.DeviceFromPath), with CDI runc's default mode.
     assert [before[name].pop("modes") for name in "ab"] == [{"crw-r--r--"}] * 2
     assert [after[name].pop("modes") for name in "ab"] == [{"crw-rw-rw-"}] * 2
     assert after == before
@@ -215,7 +215,7 @@ def test_kustomize_takes_the_patches(cluster: Cluster, tmp_path: Path) -> None:
 
 
 def test_helm_takes_it_as_post_renderer(tmp_path: Path) -> None:
-    """With `convert` as post-renderer, Helm installs a chart whose pods ask by limits with claims."""
+    """With `convert` as post-renderer, `helm template` renders a chart's pods with limits as pods with claims."""
     chart = tmp_path / "chart"
     (chart / "templates").mkdir(parents=True)
     (chart / "Chart.yaml").write_text("apiVersion: v2\nname: boards\nversion: 1.0.0\n")

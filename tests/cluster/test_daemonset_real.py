@@ -1,8 +1,8 @@
-"""The agent as users run it: a DaemonSet's pod on the real node, made by what we print and by what lies in examples.
+"""The agent as users run it: in a DaemonSet's pod on a real node, from printed manifests and from examples/.
 
-Everything else here runs it as a process of the host. In a pod it has an image's files and nothing else of the host
-than the volumes of its manifest, its own process numbers, the rights and limits of its container, and the kubelet's
-own way to the API server; and the kubelet and the DaemonSet controller decide when it starts and ends.
+Other tests of this package run the agent as a process of the host. In a pod, the agent has the image's files, those
+directories of the host that its manifest mounts, a PID namespace, and the rights and limits of its container. It uses
+the pod's token for the API server. The kubelet and the DaemonSet controller decide when it starts and ends.
 """
 
 from __future__ import annotations
@@ -61,13 +61,13 @@ def ready(pod: Pod) -> bool:
 
 
 def get(pod: Pod, path: str) -> str:
-    """Return what a pod answers at its metrics port."""
+    """Return a pod's HTTP response from its metrics port."""
     with urllib.request.urlopen(f"http://{pod.status['podIP']}:9410{path}", timeout=10) as answer:
         return str(answer.read().decode())
 
 
 def process_of(pod: Pod) -> int:
-    """Return the number of the process that a container was started for, as the node has it."""
+    """Return the PID, on the node, of the main process of a pod's container."""
     command = ["runc", "--root", "/run/containerd/runc/k8s.io", "state", pod.container_id()]
     done = subprocess.run(command, check=True, stdin=subprocess.DEVNULL, capture_output=True)
     return int(json.loads(done.stdout)["pid"])
@@ -77,7 +77,7 @@ D = TypeVar("D", bound="Deployed")
 
 
 class Deployed(Bridge):
-    """A Bridge that is no process of ours but what `dra-bridge manifests` prints, applied by kubectl."""
+    """A Bridge whose agent runs in a DaemonSet: kubectl applies the manifests that `dra-bridge manifests` prints."""
 
     image = IMAGES[0]
     reloads = 0
@@ -87,9 +87,9 @@ class Deployed(Bridge):
         self.apply()
 
     def apply(self, *options: str) -> None:
-        """Apply what is printed for the config file as it is now."""
+        """Print the manifests for the current config file, and apply them."""
         command = [sys.executable, "-m", "dra_bridge", "manifests", "--config", str(self.config)]
-        # The host's cgroups have the pods of other runs, too.
+        # The host's cgroups also have the pods of other test runs.
         command += ["--resource-api", self.version, "--image", self.image, "--cgroup-root", str(isolate.POD_CGROUPS)]
         command += options
         printed = self.directory / "manifests.yaml"
@@ -98,15 +98,15 @@ class Deployed(Bridge):
         self.cluster.kubectl("apply", "-f", str(printed))
 
     def edited(self, printed: str) -> str:
-        """Return what is applied of what is printed."""
+        """Return the manifests to apply, given the printed manifests; a subclass may change them."""
         return printed
 
     def pods(self) -> list[Pod]:
-        """Return the agent's pods, those that are ending included."""
+        """Return the agent's pods, terminating ones included."""
         return self.cluster.pods(NAMESPACE, "app.kubernetes.io/name=dra-bridge")
 
     def agent(self, other_than: str = "") -> Pod:
-        """Wait until there is just one pod and it is ready; return it. other_than: the UID of a former one."""
+        """Wait until the agent has just one pod, which is ready; return it. other_than: the UID of a former pod."""
 
         def one() -> Pod | None:
             (pod,) = found if len(found := self.pods()) == 1 else (None,)
@@ -118,16 +118,16 @@ class Deployed(Bridge):
         return pod
 
     def log(self) -> str:
-        """Return what the agent's pod has said since its container started."""
+        """Return the log of the agent's container since its start."""
         return self.agent().logs()
 
     def change(self, pod: Pod) -> None:
-        """Have the kubelet look at a pod's volumes at once: it does so when the pod changes, else from time to time."""
+        """Annotate a pod: the kubelet updates a pod's volumes when the pod changes, else only from time to time."""
         changed = {"metadata": {"annotations": {"changed-at": str(int(time.monotonic()))}}}
         self.cluster.api.patch("Pod", pod.name, changed, NAMESPACE)
 
     def read_again(self, agent: Pod) -> None:
-        """Wait until the agent's pod has read its changed file once more than is known of by now."""
+        """Wait until the agent logs that it has read its changed config file, once more than at the last call."""
         said = f"was read again: changed {RESOURCE}"
 
         def taken() -> bool:
@@ -138,13 +138,13 @@ class Deployed(Bridge):
         self.reloads += 1
 
     def rename(self, driver: str) -> None:
-        """Have the file name another driver."""
+        """Write the config file with another driver name."""
         self.resources[0]["driver"] = driver
         self.classes = {RESOURCE: class_name(RESOURCE, driver)}
         self.write()
 
     def uninstall(self) -> None:
-        """Remove the DaemonSet, and wait until nothing of its devices is left on the node."""
+        """Delete the DaemonSet; wait until its pods are gone and the node has no allocatable device of it."""
         for pod in self.pods():
             with contextlib.suppress(ClusterError):  # its container, or the pod, has just been replaced
                 print(f"--- {pod}\n{pod.logs()}")
@@ -153,11 +153,11 @@ class Deployed(Bridge):
         self.cluster.wait_for(lambda: not self.cluster.allocatable(RESOURCE), 60, "nothing is allocatable")
 
     def holders(self) -> dict[str, str]:
-        """Return the holders by device, of those that have one."""
+        """Return the holder of each device that has one, by device."""
         return {name: holder for name, (_, _, holder) in self.sides().items() if holder}
 
     def both_doors(self) -> tuple[Pod, Pod, dict[str, str]]:
-        """Have a pod get a device by its limits, and another one by the claim "mine"; return them, and the holders."""
+        """Start a pod with a device by limits and a pod with the claim "mine"; return both pods and the holders."""
         self.cluster.wait_allocatable(RESOURCE, 2)
         self.wait_offered(2)
         plain = self.cluster.start_pod("plain", {RESOURCE: 1}).wait_running()
@@ -169,25 +169,25 @@ class Deployed(Bridge):
         return plain, user, held
 
     def run_cli(self, *argv: str) -> str:
-        """Run a command line of `dra-bridge` as an administrator; return what it said."""
+        """Run a `dra-bridge` command as an administrator, which must succeed; return its output."""
         status, out = self.cli(*argv)
         assert status == 0, (argv, out)
         return out
 
     def cli(self, *argv: str) -> tuple[int, str]:
-        """Run a command line of `dra-bridge` as an administrator; return its exit status and what it said."""
+        """Run a `dra-bridge` command as an administrator; return its exit status and its output."""
         command = [sys.executable, "-m", "dra_bridge", argv[0], "--kubeconfig", str(self.cluster.kubeconfig), *argv[1:]]
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=150)
         return done.returncode, done.stdout + done.stderr
 
     def migrate(self, share: str) -> None:
-        """Move devices until claims have a share."""
+        """Request a share for claims with `dra-bridge migrate`, and wait until the devices have moved."""
         self.run_cli(
             "migrate", self.cluster.node_name, "--driver", DRIVER, "--share", share, "--wait", "--timeout", "90"
         )
 
     def sides(self) -> dict[str, tuple[str, str, str]]:
-        """Return each device's side, state and holder as `status` tells them."""
+        """Return each device's side, state and holder as `status` prints them."""
         (found,) = json.loads(self.run_cli("status", "--driver", DRIVER, "-o", "json"))["nodes"]
         devices = [device for resource in found["resources"] for device in resource["devices"]]
         return {one["name"]: (one["side"], one["state"], one["holder"]) for one in devices}
@@ -195,9 +195,9 @@ class Deployed(Bridge):
 
 @contextlib.contextmanager
 def deployment(kind: type[D], node: Cluster, numbers: Sequence[int], **fields: Any) -> Iterator[D]:
-    """The agent's DaemonSet with a device of each of these numbers, half of them on each side.
+    """The agent's DaemonSet with a device node for each device number in numbers; half of the devices are on each side.
 
-    fields: more of the resource.
+    fields: further fields of the resource in the config file.
     """
     shutil.rmtree(BOARDS, ignore_errors=True)
     BOARDS.mkdir(parents=True)
@@ -236,14 +236,14 @@ def deployed(node: Cluster) -> Iterator[Deployed]:
 
 
 def held_by(pod: Pod) -> str:
-    """Return the id of the device that a container has; it is opened to see that it may."""
+    """Return the id of the device in a pod's container, after the container has opened the device."""
     (name,) = pod.exec(["ls", str(BOARDS)]).split()
     pod.exec(["head", "-c", "1", f"{BOARDS}/{name}"])
     return device_id(str(BOARDS / name))
 
 
 def prober(cluster: Cluster, pod: Pod) -> dict[tuple[str, str], int]:
-    """Return how many probes of a pod went how, by the kubelet: (Liveness, successful) and so on."""
+    """Return the kubelet's counts of a pod's probes by type and result, such as (Liveness, successful)."""
     found = re.findall(
         rf'^prober_probe_total{{.*pod="{pod.name}".*probe_type="(\w+)",result="(\w+)"}} (\d+)$',
         cluster.metrics("/metrics/probes"),
@@ -253,7 +253,7 @@ def prober(cluster: Cluster, pod: Pod) -> dict[tuple[str, str], int]:
 
 
 def measured(pod: Pod, name: str, /, **labels: str) -> list[float]:
-    """Return the values of a metric of a pod whose labels are these, and others."""
+    """Return the values of a pod's metric, of the samples that have at least these labels."""
     families = text_string_to_metric_families(get(pod, "/metrics"))
     samples = (sample for family in families for sample in family.samples if sample.name == name)
     return [sample.value for sample in samples if labels.items() <= sample.labels.items()]
@@ -283,11 +283,11 @@ for path in sys.argv[1:]:
         said[path] = error.strerror
 print(json.dumps(said))
 """
-"""Prints the rights of a process, and how it may open files; one that is not there is made."""
+"""Prints a process's rights, and for each path the result of opening it for writing; a missing file is created."""
 
 
 def tried(agent: Pod, *paths: str | Path) -> dict[str, str]:
-    """Return the rights of a process in an agent's container, and what it is told when it opens paths for writing."""
+    """Return the rights of a process in the agent's container and, by path, the result of opening it for writing."""
     found: dict[str, str] = json.loads(agent.exec(["python", "-c", CONFINED, *map(str, paths)]))
     return found
 
@@ -295,7 +295,7 @@ def tried(agent: Pod, *paths: str | Path) -> dict[str, str]:
 def test_unprivileged_agent_has_what_it_needs_and_no_more(deployed: Deployed) -> None:
     """The agent's container has no capability, and can write only to its own directories and the kubelet's sockets.
 
-    That this is enough for both sides is what `test_both_doors_of_a_pod` and others show with the same agent.
+    `test_both_doors_of_a_pod` shows that these rights are enough for both sides.
     """
     agent = deployed.agent()
     kubelet = Path("/var/lib/kubelet")
@@ -305,7 +305,7 @@ def test_unprivileged_agent_has_what_it_needs_and_no_more(deployed: Deployed) ->
     ]
     allowed = [directory / "x" for directory in WRITABLE]
     guarded = Path("/dev/loop-control")
-    os.close(os.open(guarded, os.O_RDWR))  # the host's root may
+    os.close(os.open(guarded, os.O_RDWR))  # root of the host may open it
     try:
         found = tried(agent, *forbidden, *allowed, guarded)
     finally:
@@ -328,7 +328,7 @@ def test_unprivileged_agent_has_what_it_needs_and_no_more(deployed: Deployed) ->
 def test_a_stolen_token(deployed: Deployed) -> None:
     """A stolen token of an agent's pod gives no rights to other nodes or pods, and is valid only while the pod runs.
 
-    What it is for is refused elsewhere and to others: `tests.cluster.test_slices_real` has more of that.
+    `tests.cluster.test_slices_real` has more tests of these rights.
     """
     cluster, agent = deployed.cluster, deployed.agent()
     plain, _, held = deployed.both_doors()
@@ -439,7 +439,7 @@ def test_hooks_write_to_sysfs_only_where_asked_for(deployed: Deployed) -> None:
 
 
 def test_privileged_agent_opens_devices_for_both_sides(node: Cluster) -> None:
-    """With `probe: open` the printed agent is privileged, with the reason; unprivileged, health would be unknown."""
+    """With `probe: open` the manifest makes the agent privileged, with the reason; unprivileged, health is unknown."""
     numbers = [os.stat(path).st_rdev for path in ("/dev/fuse", "/dev/loop-control")]
     with deployment(Deployed, node, numbers, health={"probe": "open", "period": 1}) as deployed:
         agent = deployed.agent()
@@ -488,7 +488,7 @@ def test_probes_and_metrics_of_a_pod(deployed: Deployed) -> None:
     for side in ("plugin", "dra"):
         labels = {"resource": RESOURCE, "side": side, "state": side, "health": "healthy"}
         assert measured(agent, "deviceplugin_devices", **labels) == [2]
-    # An init container's holder has its pod's name, which is in no service of the kubelet's.
+    # The metrics name the pod of an init container, although no service of the kubelet lists init containers' devices.
     waits: dict[str, Any] = {
         "name": "prepare",
         "image": image.IMAGE,
@@ -512,7 +512,7 @@ def test_probes_and_metrics_of_a_pod(deployed: Deployed) -> None:
 
 
 def test_an_operator_is_told_no_lies(deployed: Deployed) -> None:
-    """An operator's `status` asks only pods of the agents' binding, and no other pod with the agents' label."""
+    """An operator's `status` asks only the agents' pods, and not another pod that has the agents' label."""
     cluster = deployed.cluster
     _, _, held = deployed.both_doors()
     labels = {"app.kubernetes.io/managed-by": "dra-bridge"}
@@ -562,7 +562,7 @@ def test_status_begins_with_what_is_wrong_with_the_agent(deployed: Deployed) -> 
 
 
 def test_what_a_move_waits_for_outlasts_the_agent(deployed: Deployed) -> None:
-    """After an agent's restart, `status` and `migrate` at its timeout name the pod for which a move waits."""
+    """A move waits for a pod: after the agent's pod is replaced, `status` and a timed-out `migrate` name that pod."""
     cluster, agent = deployed.cluster, deployed.agent()
     cluster.wait_allocatable(RESOURCE, 2)
     cluster.start_pod("plain", {RESOURCE: 1}).wait_running()
@@ -577,7 +577,7 @@ def test_what_a_move_waits_for_outlasts_the_agent(deployed: Deployed) -> None:
 
 
 def test_the_page_names_pods_after_restarts(deployed: Deployed) -> None:
-    """After restarts of agent and kubelet, the page names the pods of both sides."""
+    """After restarts of agent and kubelet, the agent's web page names the pods of both sides."""
     plain, user, _ = deployed.both_doors()
     delete(deployed, deployed.agent())
     deployed.cluster.restart_kubelet()
@@ -608,9 +608,9 @@ def test_changed_config_map_is_taken(deployed: Deployed) -> None:
 
 @pytest.mark.parametrize("how", ["reload", "rollout"])
 def test_driver_is_renamed(node: Cluster, how: str) -> None:
-    """After a driver's renaming, its claim keeps its device until it ends; then the new driver has the device.
+    """After a driver is renamed, a former claim keeps its device until its pod ends; then a new claim gets the device.
 
-    The file is printed and applied again, with another image too (rollout), or alone, which changes no pod (reload).
+    The manifests are applied again, with another image, which replaces the agent's pod (rollout), or without (reload).
     """
     if node.minor < 35:
         pytest.skip("1.34 leaves extended resources to DRA only where the node does not name them at all")
@@ -641,7 +641,7 @@ def test_driver_is_renamed(node: Cluster, how: str) -> None:
             assert held_by(user) == held != held_by(other)
             assert user.restarts() == 0
             hungry.pop().delete()
-            # A's Unprepare is served: the kubelet ends a pod only after it.
+            # The former driver's Unprepare is served: the kubelet ends a pod only after Unprepare.
             user.delete()
             user.wait_gone(20)
             (pod,) = hungry
@@ -653,7 +653,7 @@ def test_driver_is_renamed(node: Cluster, how: str) -> None:
 
 
 def delete(deployed: Deployed, agent: Pod) -> None:
-    """Delete the agent's pod; the DaemonSet makes another."""
+    """Delete the agent's pod, and wait for the next one of the DaemonSet."""
     deployed.cluster.kubectl("delete", "pod", agent.name, f"--namespace={NAMESPACE}", "--wait=false")
     deployed.agent(other_than=agent.uid)
 
@@ -670,7 +670,7 @@ def update(deployed: Deployed, agent: Pod) -> None:
 
 
 def privilege(deployed: Deployed, agent: Pod) -> None:
-    """Have another form of the agent's container, with all of the kubelet's plugins as in former manifests."""
+    """Make the agent privileged, and mount the whole of /var/lib/kubelet/plugins, as former manifests did."""
     deployed.apply("--privileged", "always")
     mount = {"name": "plugins", "mountPath": "/var/lib/kubelet/plugins"}
     volume = {"name": "plugins", "hostPath": {"path": "/var/lib/kubelet/plugins"}}
@@ -691,7 +691,7 @@ def kill(deployed: Deployed, agent: Pod) -> None:
 
 @pytest.mark.parametrize("again", [delete, update, privilege, kill])
 def test_nothing_is_lost_with_a_pod(deployed: Deployed, again: Callable[[Deployed, Pod], None]) -> None:
-    """While the agent's pod is replaced, holders keep their devices, none is given twice, and the ledger stays."""
+    """After the agent's pod or its container is replaced, pods keep their devices, and no device gets two holders."""
     cluster, agent = deployed.cluster, deployed.agent()
     cluster.wait_allocatable(RESOURCE, 2)
     deployed.wait_offered(2)
@@ -733,7 +733,7 @@ def test_example_of_a_plugin_alone(node: Cluster) -> None:
     before = set(os.listdir("/dev"))
     port = Path("/dev/ttyUSB0")
     if not Path("/dev/kvm").exists():
-        # Of other numbers than the port: two paths to one device are one device, which has one holder.
+        # Its number differs from the port's: two paths with one device number would be one device with one holder.
         os.mknod("/dev/kvm", stat.S_IFCHR | 0o600, os.makedev(1, 3))
 
     def pod(other_than: str = "") -> Pod | None:

@@ -1,7 +1,7 @@
-"""Claims on the real node: what a user of ResourceClaims gets on the DRA side.
+"""ResourceClaims on a real node, served by an agent with exactly the rights that `dra-bridge manifests` gives it.
 
-The agent runs under exactly the rights that `dra-bridge manifests` gives it. OUTAGE is for how
-many seconds the API server is away (5; 60 for the long run), QUIET how long nothing may be written.
+Two environment variables are in seconds. OUTAGE: how long the API server is away (5 by default, 60 in the long run).
+QUIET: how long the agent must write nothing (12 by default).
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def bridge(cluster: Cluster) -> Iterator[Bridge]:
 
 
 def claimant(bridge: Bridge) -> Pod:
-    """Have a pod with the claim "mine" run."""
+    """Create the claim "mine" and a pod with it, wait until the pod runs, and return the pod."""
     bridge.claim("mine")
     return bridge.pod("one", {"fpga": "mine"}).wait_running()
 
@@ -177,7 +177,7 @@ def test_selectors(bridge: Bridge) -> None:
 
 
 def test_match_attribute_and_counts(bridge: Bridge) -> None:
-    """Two devices of one NUMA node are found by matchAttribute, all devices by allocationMode All."""
+    """A claim gets two devices of one NUMA node by matchAttribute, and all four devices by allocationMode All."""
     bridge.claim(
         "pair",
         bridge.one("a"),
@@ -229,7 +229,7 @@ def test_admin_access(bridge: Bridge) -> None:
 
 
 def test_shared_by_three_pods(cluster: Cluster) -> None:
-    """Three pods share one device by its consumable capacity, a fourth waits."""
+    """Three pods share one device by its consumable capacity; a fourth pod waits until one of them ends."""
     if cluster.minor < 34:
         pytest.skip("consumable capacity came with 1.34")
     with Bridge.running(cluster, fpga(1, sharing={"replicas": 3}, capacity={})) as bridge:
@@ -247,7 +247,7 @@ def test_shared_by_three_pods(cluster: Cluster) -> None:
 def test_extended_resource_through_dra(bridge: Bridge) -> None:
     """An unchanged extended-resource pod runs through DRA while the plugin side offers nothing."""
     if bridge.cluster.minor < 35:
-        # NodeResourcesFit of 1.34 looks whether the node names the resource at all, that of 1.35 at the number.
+        # NodeResourcesFit of 1.34 leaves a resource to DRA only if the node does not list it, that of 1.35 also at 0.
         pytest.skip("the scheduler leaves to DRA what the plugin side offers 0 of since 1.35")
     bridge.cluster.wait_allocatable(RESOURCE, 0)
     pod = bridge.cluster.start_pod("unchanged", {RESOURCE: 2}).wait_running()
@@ -277,9 +277,9 @@ run(Fpga(), share="all")
 
 
 def test_extended_resource_through_dra_of_a_source_with_reset(cluster: Cluster) -> None:
-    """A pod by limits starts through DRA although its source has `reset`: PreStartContainer is not requested.
+    """A pod with limits starts through DRA although the device's source has `reset`, which runs once for each pod.
 
-    The pod's container can also restart while the device is to move back to the plugin, which waits for the pod.
+    The pod's container can also restart while the move of its device to the plugin side waits for the pod's end.
     """
     if cluster.minor < 35:
         pytest.skip("1.34 leaves extended resources to DRA only where the node does not name them at all")
@@ -309,7 +309,7 @@ def test_extended_resource_through_dra_of_a_source_with_reset(cluster: Cluster) 
 
 
 def test_a_pod_bound_by_name(bridge: Bridge) -> None:
-    """A pod that names its node, past the scheduler, gets the device of an allocated claim."""
+    """A pod with nodeName set, which bypasses the scheduler, gets the device of a claim that is already allocated."""
     bridge.claim("mine")
     first = bridge.pod("first", {"fpga": "mine"}).wait_running()
     second = bridge.pod("second", {"fpga": "mine"}, nodeName=bridge.cluster.node_name)
@@ -353,7 +353,7 @@ def test_parameters_are_refused(bridge: Bridge) -> None:
 
 
 def test_parameters(cluster: Cluster) -> None:
-    """An author's `prepare` gets its parameters, decoded; an unknown field is an error that names it."""
+    """A source's `prepare` gets the claim's parameters, decoded; an unknown field is an error that names the field."""
     with Bridge.running(cluster, fpga(), script=TUNED) as bridge:
         bridge.wait_offered(4)
 
@@ -506,7 +506,10 @@ def test_a_rolling_update(bridge: Bridge) -> None:
 
 @pytest.mark.parametrize("rename", [False, True])
 def test_the_socket_of_a_killed_agent(cluster: Cluster, rename: bool) -> None:
-    """The next agent removes it, also of a renamed driver, and the two of a former version; claims end as usual."""
+    """The next agent removes the sockets that a killed agent and a former version left; the pod with a claim ends.
+
+    rename: the driver's name changes between the two agents.
+    """
     with Bridge.running(cluster, fpga(1)) as bridge:
         bridge.wait_offered(1)
         bridge.claim("mine")
@@ -535,7 +538,7 @@ def test_the_socket_of_a_killed_agent(cluster: Cluster, rename: bool) -> None:
 
 
 def test_a_driver_with_many_slices_is_renamed(cluster: Cluster) -> None:
-    """The agent may delete all slices of a driver's former name, not only the first, and may write none."""
+    """After a driver with three slices is renamed, the agent deletes all slices with the former name."""
     with Bridge.running(cluster, fpga(130)) as bridge:
         bridge.wait_offered(130)
         assert len(bridge.slices()) == 3
@@ -622,7 +625,7 @@ def test_the_api_server_is_away(cluster: Cluster) -> None:
         gone = time.monotonic()
         (bridge.directory / "gate").touch()
         cluster.wait_for(lambda: list(CDI.glob("*.json")), 30, "the claim is prepared without an API server")
-        time.sleep(max(0.0, gone + OUTAGE - time.monotonic()))  # how long it is away, not something waited for
+        time.sleep(max(0.0, gone + OUTAGE - time.monotonic()))  # the length of the outage; nothing is waited for
         cluster.start_apiserver()
         pod.wait_running(120)
         assert env_of(pod)["SLOW"] == "yes"
@@ -637,8 +640,8 @@ def test_an_unhealthy_device(cluster: Cluster) -> None:
     resource = fpga(devices=[{"simulated": {"count": 2, "unhealthy_file": str(sick)}}])
     with Bridge.running(cluster, resource) as bridge:
         bridge.wait_offered(2)
-        # The kubelet of 1.34 tells the health only of claims that the pod calls by their own name, that of 1.35 only of
-        # claims from templates (dra/manager.go, UpdateAllocatedResourcesStatus).
+        # A kubelet of 1.34 reports health only for claims whose name in the pod is the claim's own name, a kubelet of
+        # 1.35 only for claims from templates (dra/manager.go, UpdateAllocatedResourcesStatus).
         if cluster.minor == 35:
             bridge.template("mine")
             pod = bridge.pod("one", {"mine": {"resourceClaimTemplateName": "mine"}}).wait_running()
@@ -670,7 +673,7 @@ def test_an_unhealthy_device(cluster: Cluster) -> None:
             bridge.start()
             bridge.wait_registered()
             bridge.wait_offered(1)
-            assert bridge.offered()[device]["taints"] == [taint]  # since when it is unhealthy, too
+            assert bridge.offered()[device]["taints"] == [taint]  # with the same timeAdded
         sick.write_text("")
         bridge.wait_offered(2)
         if cluster.minor >= 34:
@@ -678,7 +681,7 @@ def test_an_unhealthy_device(cluster: Cluster) -> None:
 
 
 def test_no_execute(cluster: Cluster) -> None:
-    """With NoExecute the pod that uses a device which turns unhealthy is ended."""
+    """With `unhealthy: NoExecute` a pod is deleted when its device becomes unhealthy."""
     if cluster.minor < 33:
         pytest.skip("device taints came with 1.33")
     sick = Path("/run/deviceplugin-cluster/devices/sick-fpga")
@@ -711,8 +714,8 @@ def test_two_drivers(cluster: Cluster) -> None:
 
 
 def test_speed_and_memory(cluster: Cluster) -> None:
-    """Forty claims come and go: the kubelet's own times and the agent's memory are printed; memory must not grow."""
-    # As in the image, nothing is compiled at the start: that takes 4 MB, which stay.
+    """During forty claims the agent's memory grows by less than 10 %; it and the kubelet's call times are printed."""
+    # Compile the modules first, as the image does: to compile them at the agent's start costs 4 MB that stay in use.
     for directory in (ROOT / "deviceplugin", ROOT / "dra_bridge", Path(sysconfig.get_path("purelib"))):
         compileall.compile_dir(directory, quiet=2)
     with Bridge.running(cluster, fpga()) as bridge:
@@ -736,7 +739,7 @@ def _forty_claims(bridge: Bridge) -> None:
         claims = {"fpga": {"resourceClaimTemplateName": "fpgas"}}
         pods = [bridge.pod(f"p{ten}{number}", claims) for number in range(10)]
         waiting = pods[:]
-        while waiting:  # four have devices at a time
+        while waiting:  # four pods have devices at a time
             cluster.wait_for(lambda: any(pod.phase == "Running" for pod in waiting), 120, "a pod runs")  # noqa: B023
             for pod in [one for one in waiting if one.phase == "Running"]:
                 pod.delete()
@@ -759,7 +762,7 @@ def test_steady_state(bridge: Bridge) -> None:
     cluster = bridge.cluster
 
     def counts(name: str, *labels: str) -> dict[tuple[str, ...], float]:
-        """Return a metric of the API server's, by the values of these labels."""
+        """Return the values of a metric of the API server, by the values of these labels."""
         found: dict[tuple[str, ...], float] = {}
         for line in cluster.api.raw("GET", "/metrics")[1].decode().splitlines():
             if line.startswith(f"{name}{{"):
@@ -769,7 +772,7 @@ def test_steady_state(bridge: Bridge) -> None:
         return found
 
     def writes() -> dict[tuple[str, ...], float]:
-        """Return what only the agent writes while no pod and no claim comes or goes."""
+        """Return counts of writes that only the agent makes while no pod and no claim is created or deleted."""
         found: dict[tuple[str, ...], float] = {
             (resource, verb): count
             for (resource, verb), count in counts("apiserver_request_total", "resource", "verb").items()
@@ -779,7 +782,7 @@ def test_steady_state(bridge: Bridge) -> None:
         found |= {
             ("its Lease", lease["resourceVersion"]): 1.0,
         }
-        # The kubelet removes the slices of drivers that have gone for 30 s, of the tests before, say.
+        # The kubelet deletes the slices of drivers that have been gone for 30 s, such as those of earlier tests.
         swept = (cluster.logs / "kubelet.log").read_text(errors="replace").count('"Deleted ResourceSlices"')
         found["resourceslices", "DELETE"] = found.get(("resourceslices", "DELETE"), 0.0) - swept
         events = cluster.api.list("Event", api_version="v1")
@@ -808,8 +811,8 @@ def test_steady_state(bridge: Bridge) -> None:
     cluster.wait_for(settled, 60, "what came with the pod is written")
     before = writes()
     with_agent = watches()
-    time.sleep(QUIET)  # how long is looked, not something waited for
-    cluster.wait_for(lambda: writes() == before, 5, f"nothing was written since {before}")  # a log may be late
+    time.sleep(QUIET)  # the length of the observation; nothing is waited for
+    cluster.wait_for(lambda: writes() == before, 5, f"nothing was written since {before}")  # kubelet.log may be late
     bridge.stop()
 
     def cost() -> dict[str, float]:
@@ -831,7 +834,7 @@ def test_steady_state(bridge: Bridge) -> None:
 def test_plugin_only(cluster: Cluster) -> None:
     """`deviceplugin run` with the same file serves the plugin side alone, and loads no API client.
 
-    What the claim of a running container holds it gives to nobody, although no bridge is there to say so.
+    Although no bridge runs, no pod gets the device that a running container holds by a claim.
     """
     with Bridge.running(cluster, fpga()) as bridge:
         bridge.wait_offered(4)
@@ -865,7 +868,7 @@ def test_plugin_only(cluster: Cluster) -> None:
 
 
 def test_extended_and_claims_agree(bridge: Bridge) -> None:
-    """After a move to the plugin side, a pod gets the same from a device as a claim's pod got."""
+    """After all devices move to the plugin side, a pod gets the environment variable that pods with claims get."""
     bridge.share("none")
     bridge.cluster.wait_allocatable(RESOURCE, 4)
     assert seconds_until(bridge.cluster, lambda: not bridge.offered(), 30, "nothing is offered to claims") < 30

@@ -1,7 +1,7 @@
-"""Pods wait for devices whose holders are about to end, and start as soon as these have ended.
+"""Pods wait for devices whose holders are about to end, and start as soon as the holders have ended.
 
-The kubelet's periods are those by default: elsewhere in these tests they are shorter. The figures are printed, and kept
-in the tests' records.
+The kubelet has its default periods; in other tests of this package they are shorter. The tests print their measured
+times and add them to their reports.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from tests.cluster.test_handover import AS_BY_DEFAULT
 from tests.cluster.test_witnesses_real import Scene, claimer, plain, unbroken
 
 SOON = 30.0
-"""Seconds that tell a wait from a wait for the kubelet's next synchronisation of a pod, after 60 s or more."""
+"""The limit of a short wait in seconds; the kubelet's next synchronisation of a pod comes after 60 s or more."""
 
 Record = Callable[[str, object], None]
 
 
 class Replaced(Scene):
-    """A Deployment of one pod with a device, whose pods are deleted one after the other."""
+    """A scene with a Deployment of one pod with a device; the test deletes its pods one after another."""
 
     def deploy(self, manifest: Mapping[str, Any]) -> None:
         labels = {"app": "replaced"}
@@ -45,11 +45,11 @@ class Replaced(Scene):
         self.stack.callback(self.cluster.api.delete, "Deployment", "replaced", "default", "apps/v1")
 
     def deployed(self) -> list[Pod]:
-        """Return the Deployment's pods, those that failed included."""
+        """Return the Deployment's pods, failed ones included."""
         return self.cluster.pods("default", "app=replaced")
 
     def started(self, name: str) -> float:
-        """Return how long it takes to start a pod without a device."""
+        """Start a pod without a device; return the seconds that its start takes."""
         began = time.clock_gettime(time.CLOCK_BOOTTIME)
         pod = self.make(locks.pod(name, locks.container()))
 
@@ -61,12 +61,12 @@ class Replaced(Scene):
         return note_of_start.at - began
 
     def holder(self, limit: float = SOON) -> locks.Holder:
-        """Wait until one process has the device."""
+        """Wait until one process holds the device; return this holder."""
         self.cluster.wait_for(lambda: len(locks.holders()) == 1, limit, "one pod has the device")
         return locks.holders()[0]
 
     def handed_over(self, end: Callable[[Pod], object], limit: float = SOON) -> float:
-        """End the pod that has the device; return how long after its last process another pod has it."""
+        """End the pod that holds the device; return the seconds from its last process's end to the next pod's hold."""
         before = self.holder()
         got = {note.uid for note in locks.notes() if note.what == "got"}
         end(self.cluster.pod(before.pod))
@@ -89,7 +89,7 @@ def scene(make_cluster: Callable[..., Cluster], request: pytest.FixtureRequest) 
 
 
 def shown(record: Record, **figures: object) -> None:
-    """Print figures, and keep them in the test's record."""
+    """Print figures, and add them to the test's report."""
     for name, value in figures.items():
         text = json.dumps([round(one, 2) for one in value]) if isinstance(value, list) else str(value)
         print(f"{name}: {text}")
@@ -112,7 +112,7 @@ def test_a_deployments_pods_by_claim_are_deleted_by_force(
 def test_a_deployments_pods_by_limits_are_deleted_by_force(
     scene: Replaced, record_property: Record, *, ignores_term: bool
 ) -> None:
-    """The next pod by limits gets the device soon, and other pods of the node start meanwhile."""
+    """After a Deployment's pod with limits is deleted by force, its next pod gets the device soon; other pods start."""
     scene.begin(a=(1, "none"))
     grace = {"terminationGracePeriodSeconds": 15} if ignores_term else {}
     scene.deploy(plain("pod", "a", ignores_term=ignores_term, **grace))
@@ -130,7 +130,7 @@ def test_a_deployments_pods_by_limits_are_deleted_by_force(
 
 @pytest.mark.parametrize("how", ["by-force", "with-grace"])
 def test_a_pod_that_waits_is_deleted(scene: Replaced, record_property: Record, how: str) -> None:
-    """A deleted pod that waits ends soon once its claim is gone, else when the device's holder has ended."""
+    """A pod that waits for a held device is deleted, by force or with a grace period: the kubelet soon ends the pod."""
     scene.begin(a=(1, "all"))
     held = scene.claimer("held", "a", ignores_term=True)
     scene.running(held)
@@ -150,5 +150,5 @@ def test_a_pod_that_waits_is_deleted(scene: Replaced, record_property: Record, h
         following = scene.claimer("following", "a")
         scene.running(following)
     scene.thaw()
-    # While the agent runs: the kubelet unprepares the claim of a pod before it removes the pod's directory.
+    # Wait while the agent runs: the kubelet calls Unprepare for a pod's claim before it removes the pod's directory.
     scene.cluster.wait_for(lambda: not (KUBELET_DIRECTORY / "pods" / held.uid).exists(), SOON, "the kubelet ends held")

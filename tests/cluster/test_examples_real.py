@@ -1,4 +1,4 @@
-"""The examples of claims, applied as they lie there to a node that serves `10-both-sides.yaml`."""
+"""The examples of claims, applied to a node that serves `10-both-sides.yaml`, with only the image changed."""
 
 from __future__ import annotations
 

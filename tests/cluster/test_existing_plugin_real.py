@@ -1,6 +1,6 @@
-"""From the plugin of somebody else to this project, and away from it, while pods run; see docs/existing-plugin.md.
+"""Moves from another vendor's plugin to this project and back, while pods run; see docs/existing-plugin.md.
 
-The other plugin is the testing kit's stand-in. What containers hold is shown by locks of the kernel
+The other plugin is the testing kit's stand-in. Containers show which devices they hold by locks of the kernel
 (``tests.cluster.locks``).
 """
 
@@ -30,15 +30,15 @@ from tests.testing.bare_dra import BareDriver
 __all__ = ["scene"]
 
 CONTROL = locks.NODES.parent / "control"
-"""A device node that is in each answer of the plugin, as NVIDIA's /dev/nvidiactl is; it is no device of its own."""
+"""A device node in each response of the plugin, as NVIDIA's /dev/nvidiactl is; it is not an allocatable device."""
 
 
 class Vendor:
     """A vendor's plugin for the device nodes of a resource, as a process.
 
-    answer: how its containers get their devices: `nodes` as device nodes, `cdi` by the names of CDI devices in a static
-    spec, `variables` as a variable and in a way that the kubelet does not know. prefix: of its ids, before the nodes'
-    names; without it as a `path` source has them.
+    answer: how containers get their devices: `nodes` as device nodes, `cdi` by the names of CDI devices in a static
+    spec, `variables` by an environment variable and mounts. prefix: an id is this prefix and the node's name; if it is
+    empty, the ids are those of a `path` source.
     """
 
     def __init__(self, scene: Scene, letter: str, answer: str = "nodes", prefix: str = "") -> None:
@@ -79,7 +79,7 @@ class Vendor:
         self.answer = how
         self.resources = [{"name": named(letter), "devices": dict.fromkeys(ids, "Healthy"), "answer": how}]
         self.directory: Path | None = None
-        """Where it registers: with the kubelet, or with whoever has a directory of its own."""
+        """The directory in which the plugin registers; None for the kubelet's."""
         self.quirks: dict[str, Any] = {}
         self.process: subprocess.Popen[bytes] | None = None
         scene.stack.callback(self.stop, signal.SIGKILL)
@@ -99,14 +99,14 @@ class Vendor:
             process.wait(20)
 
     def move(self, directory: Path | None) -> None:
-        """Have it register elsewhere."""
+        """Restart the plugin so that it registers in another directory; None for the kubelet's."""
         self.stop()
         self.directory = directory
         self.start()
 
 
 def two_hold(scene: Scene) -> tuple[list[Pod], dict[str, str]]:
-    """Have two of four devices be held, as before all that follows; return the pods, and the locks' keys by name."""
+    """Start two pods that hold two of four devices; return the pods, and the keys of their locks by the pods' names."""
     scene.cluster.wait_allocatable(named("a"), 4)
     held = [scene.pod(f"before-{number}", "a") for number in range(2)]
     scene.running(*held)
@@ -115,7 +115,7 @@ def two_hold(scene: Scene) -> tuple[list[Pod], dict[str, str]]:
 
 
 def restart_container(scene: Scene, pod: Pod) -> None:
-    """Let a pod's container die; wait until it runs again, with its lock."""
+    """Kill a pod's container, and wait until it runs again with its lock."""
     before = pod.restarts()
     for pid in locks.pids(pod.uid):
         os.kill(pid, signal.SIGKILL)
@@ -125,10 +125,10 @@ def restart_container(scene: Scene, pod: Pod) -> None:
 
 @pytest.mark.parametrize("answer", ["nodes", "variables"])
 def test_another_plugin_is_replaced(scene: Scene, answer: str) -> None:
-    """With the same resource name and ids, pods of the former plugin run on, and their devices are given to nobody.
+    """If name and ids stay the same, pods of the former plugin run on, and no other pod gets their devices.
 
-    However the former plugin's containers got their devices: the kubelet's checkpoint has the ids. So it stays through
-    restarts of agent, kubelet and container, and through the move to claims.
+    This holds for each kind of the former plugin's response (answer), because the kubelet's checkpoint has the ids. It
+    holds through restarts of agent, kubelet and container, and through the move to claims.
     """
     cluster = scene.cluster
     scene.nodes("a", 4)
@@ -164,7 +164,7 @@ def test_another_plugin_is_replaced(scene: Scene, answer: str) -> None:
 
 
 def held_from_another_plugin(scene: Scene, gives: str) -> Pod:
-    """Serve three devices of which a pod has one under another id, from a plugin that has ended; return the pod."""
+    """Serve three devices; a pod has one of them from a stopped plugin, under another id. Return the pod."""
     scene.nodes("a", 3)
     vendor = Vendor(scene, "a", gives, prefix="gadget-")
     vendor.start()
@@ -179,12 +179,12 @@ def held_from_another_plugin(scene: Scene, gives: str) -> Pod:
 
 @pytest.mark.parametrize("answer", ["nodes", "cdi"])
 def test_another_plugin_had_other_ids(scene: Scene, answer: str) -> None:
-    """Under other ids, devices of the former plugin's pods are found by the pods' device nodes, until the pods end."""
+    """If the ids change, the agent finds the devices of the former plugin's pods by their device nodes or CDI names."""
     cluster = scene.cluster
     held = held_from_another_plugin(scene, answer)
     cluster.wait_allocatable(named("a"), 2)
     scene.running(scene.pod("after", "a"))
-    # One device is idle and cannot be had: the scheduler takes the held one's request off what is allocatable, too.
+    # No pod gets the idle third device: the scheduler subtracts the request of the former plugin's pod as well.
     scene.wait(plain("wants-plain", "a"))
     scene.observe(5)
     key, wants = scene.key(held), scene.waiting.pop("wants-plain")
@@ -195,9 +195,9 @@ def test_another_plugin_had_other_ids(scene: Scene, answer: str) -> None:
 
 
 def test_another_plugin_had_other_ids_and_gave_no_nodes(scene: Scene) -> None:
-    """Under other ids, no device is given while a pod of the former plugin has unidentified devices.
+    """If the ids change, no pod gets a device while a pod of the former plugin has devices that cannot be identified.
 
-    So it is for what was given by variables, mounts or directories, which name no device node.
+    The former plugin gave them by variables and mounts, which name no device node.
     """
     cluster = scene.cluster
     held = held_from_another_plugin(scene, "variables")
@@ -221,7 +221,7 @@ def uninstall(scene: Scene, *arguments: str) -> subprocess.CompletedProcess[str]
 
 
 def test_back_to_the_former_plugin(scene: Scene) -> None:
-    """Once no claim has a device, a plugin with the same resource name and ids takes over; pods by limits run on."""
+    """Once no claim has a device, a plugin with the same name and ids replaces the agent; pods with limits run on."""
     cluster = scene.cluster
     scene.nodes("a", 3)
     agents = scene.serve(resource("a", 1))
@@ -239,7 +239,7 @@ def test_back_to_the_former_plugin(scene: Scene) -> None:
     user.delete()
     scene.wait_states("a", plugin=3)
     agents.stop()
-    # What the Node says until the kubelet's next report is from before: a pod that comes then is refused.
+    # Wait for the kubelet's next report: until then the Node shows former numbers, and new pods are refused.
     cluster.wait_allocatable(named("a"), 0)
     done = uninstall(scene)
     assert (done.returncode, agents.slices()) == (0, []), done.stderr
@@ -257,7 +257,7 @@ def test_back_to_the_former_plugin(scene: Scene) -> None:
 
 
 class OtherDriver(BareDriver):
-    """Another vendor's DRA driver for the same device nodes, which knows nothing of ours."""
+    """Another vendor's DRA driver for the same device nodes, independent of this project's driver."""
 
     NAME = "other.example.org"
 
@@ -284,7 +284,7 @@ class OtherDriver(BareDriver):
 
     @classmethod
     def make_class(cls, scene: Scene) -> None:
-        """Make its DeviceClass; a claim that names a class that is missing is not allocated at all."""
+        """Create this driver's DeviceClass; a claim that names a missing class is not allocated."""
         cls._apply(
             scene,
             "DeviceClass",
@@ -298,7 +298,7 @@ class OtherDriver(BareDriver):
         scene.cluster.api.apply({"apiVersion": version, "kind": kind, "metadata": {"name": name}, "spec": spec})
 
     def NodePrepareResources(self, request: Any, context: Any) -> Any:  # noqa: N802
-        """Have each claim get the device nodes of what is allocated to it."""
+        """Return the CDI devices of each claim's allocated devices."""
         response = v1.NodePrepareResourcesResponse()
         for claim in request.claims:
             status = self._cluster.api.get("ResourceClaim", claim.name, claim.namespace)["status"]
@@ -310,13 +310,13 @@ class OtherDriver(BareDriver):
         return response
 
     def stop(self) -> None:
-        """End it, and remove what it left."""
+        """Stop the driver, and remove its CDI spec."""
         super().stop()
         self._spec.unlink(missing_ok=True)
 
 
 def test_to_another_vendors_driver(scene: Scene) -> None:
-    """With both drivers' classes in the pods' template, new pods are served by the next driver."""
+    """Pods' claims accept both drivers' classes: after our agents are removed, the other driver serves new pods."""
     cluster = scene.cluster
     if cluster.minor < 34:
         pytest.skip("a prioritized list came with 1.34")
@@ -346,14 +346,14 @@ def test_to_another_vendors_driver(scene: Scene) -> None:
         scene.running(*pods)
         scene.after = len(locks.holders())
     finally:
-        for pod in cluster.pods("default"):  # while their driver is there
+        for pod in cluster.pods("default"):  # while their driver runs
             pod.delete()
         for pod in cluster.pods("default"):
             pod.wait_gone()
 
 
 def test_a_claim_of_another_vendors_driver_has_a_device(scene: Scene) -> None:
-    """A claim of another driver has the device, by a static CDI spec: no pod gets the device before the claim ends."""
+    """A claim holds the device by another driver's static CDI spec: no pod gets the device before the claim ends."""
     cluster = scene.cluster
     if cluster.minor < 34:
         pytest.skip("the other driver speaks a version of the API that came with 1.34")
@@ -390,7 +390,7 @@ def test_agents_are_just_deleted(scene: Scene) -> None:
     agents.stop()
     restart_container(scene, kept)
     scene.restart_kubelet("sigterm")
-    # A kubelet deletes the slices of drivers that have not registered with it: nothing more is allocated here.
+    # A restarted kubelet deletes the slices of drivers that have not registered: no more devices are allocated here.
     cluster.wait_for(lambda: not agents.slices(), 60, "the kubelet deletes the slices")
     restart_container(scene, users[0])
     scene.wait(claimer("wants-claim", "a"))

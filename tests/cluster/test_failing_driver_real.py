@@ -1,4 +1,4 @@
-"""A driver that fails beside one that does not, for claims of one pod: what the kubelet counts, and what follows."""
+"""A pod has claims of a failing and of a working driver: the devices that the kubelet counts, and the pod's start."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def served(name: str) -> dict[str, object]:
 
 
 def counted(claim: str) -> int:
-    """Return how many devices of a claim the kubelet's `List` has."""
+    """Return how many devices of a claim the kubelet's PodResources `List` has."""
     with grpc.insecure_channel(f"unix:{POD_RESOURCES_SOCKET}", (("grpc.default_authority", "localhost"),)) as channel:
         request = podresources_pb2.ListPodResourcesRequest()
         answer = podresources_pb2_grpc.PodResourcesListerStub(channel).List(request, timeout=10)

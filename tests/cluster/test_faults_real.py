@@ -1,7 +1,7 @@
-"""Faults that never led to two holders of one device: components that die or hang, shares that flap, hot plug, names.
+"""No device has two holders when components die or hang, shares flap, devices are plugged, or names are unusual.
 
-The scenes are those of ``tests.cluster.test_witnesses_real``; ``tests.cluster.locks`` has how an overlap is noticed.
-With CLUSTER_LONG in the environment the scenarios last longer.
+The scenes are those of ``tests.cluster.test_witnesses_real``; ``tests.cluster.locks`` notices overlaps. With
+CLUSTER_LONG in the environment the scenarios last longer.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ ODD_NAMES = (
 
 
 def test_components_are_killed_at_many_points(scene: Scene) -> None:
-    """Agent, kubelet and containerd die at random moments while devices move and pods of both kinds come and go."""
+    """Agent, kubelet and containerd are killed while devices move and pods churn: no device has two holders.
+
+    In the end pods of both kinds get devices again.
+    """
     cluster, chance = scene.cluster, random.Random(11)
     pods = [pod for kind in scene.both() for pod in kind]
     for number in range(2, 32 if LONG else 6):
@@ -46,7 +49,7 @@ def test_components_are_killed_at_many_points(scene: Scene) -> None:
         scene.observe(chance.uniform(0, 1))
         if "containerd" in victims:
             cluster.start_component("containerd")
-            # A kubelet ends at once without it.
+            # A kubelet ends at once without containerd.
             cluster.wait_for(lambda: cluster._ctr("version").returncode == 0, LIMIT, "containerd answers")
         for name in victims:
             if name == "agent":
@@ -84,7 +87,7 @@ def test_containerd_is_killed(scene: Scene) -> None:
 
 
 def test_agent_hangs(scene: Scene) -> None:
-    """An agent that was stopped, for up to a minute, finds out which holders have ended meanwhile."""
+    """An agent hangs while holders end and the kubelet restarts: once it continues, waiting pods get the devices."""
     plains, claimers = scene.both()
     agent = scene.agents.process
     assert agent is not None
@@ -101,7 +104,7 @@ def test_agent_hangs(scene: Scene) -> None:
 
 
 def test_agents_overlap(scene: Scene) -> None:
-    """Of two agents one waits; when the other ends, it takes over the held devices and their moves."""
+    """A second agent stands by; when the first agent ends, the second takes over the held devices and their moves."""
     plains, claimers = scene.both()
     for end in ("killed", "terminated") if LONG else ("killed",):
         scene.agents.start_another()
@@ -123,7 +126,7 @@ def test_share_flaps(scene: Scene) -> None:
     plains, claimers = scene.both()
 
     def annotate(letter: str, share: str | None) -> None:
-        """Ask for a share as `dra-bridge migrate` does."""
+        """Request a share as `dra-bridge migrate` does."""
         body = {"metadata": {"annotations": {f"{letter}.example.net/dra-share": share}}}
         path = f"/api/v1/nodes/{scene.cluster.node_name}"
         scene.cluster.api.request("PATCH", path, body, content_type="application/merge-patch+json")
@@ -186,7 +189,7 @@ def test_hot_plug(scene: Scene) -> None:
 
 @pytest.mark.parametrize("moving", [False, True], ids=["at-rest", "moving"])
 def test_replicas_change_while_held(scene: Scene, moving: bool) -> None:
-    """A pod that has a device alone keeps it alone until the pod ends, although the config now shares the device."""
+    """A config change adds replicas to a held device: the device goes to no other pod before its holder ends."""
     pods = scene.one_each()
     scene.before = len(locks.holders())
     shares: list[tuple[str, str | int]] = [("a", "all"), ("b", "none")] if moving else [("a", "none"), ("b", "all")]
@@ -206,7 +209,7 @@ def test_replicas_change_while_held(scene: Scene, moving: bool) -> None:
 
 
 def test_admin_access_holds_nothing(scene: Scene) -> None:
-    """A device moves when its holder ends, although a claim with administrative access sees it."""
+    """A device moves when its holder ends, although a claim with administrative access still has the device."""
     cluster = scene.cluster
     cluster.allow_admin_access()
     user = scene.claimed("b")
@@ -224,7 +227,7 @@ def test_admin_access_holds_nothing(scene: Scene) -> None:
 
 
 def many(scene: Scene, devices: int, each: int) -> None:
-    """Have a pod and a claim get so many of these devices, and those of the pod move when it ends."""
+    """A pod and a claim get `each` devices of `devices`; all others move, and the pod's devices when it ends."""
     cluster, half = scene.cluster, devices // 2
     scene.serve(resource("a", half))
     cluster.wait_allocatable(named("a"), devices - half)
@@ -254,7 +257,7 @@ def test_odd_names(scene: Scene) -> None:
 
 
 def test_three_hundred_devices(scene: Scene) -> None:
-    """Of 300 devices, those of pods and claims have one holder each, and all others move."""
+    """Of 300 devices a pod and a claim hold 24 each; all others move, and the pod's devices move when it ends."""
     for minor in range(1, 301):
         locks.make_node(locks.NODES / "a" / f"a{minor}", minor)
     many(scene, 300, 24)

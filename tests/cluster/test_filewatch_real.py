@@ -1,4 +1,4 @@
-"""Agents that get no file events: the user has no inotify instance left, or the kernel has dropped the events."""
+"""Agents without file events: their user has no inotify instance left, or the kernel has dropped the events."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ scene = witnesses.scene  # a fixture
 
 
 def none_left(what: str) -> list[str]:
-    """Return what Python runs so that it runs an agent without any inotify instance, or watch."""
+    """Return Python's arguments to run a Python program without inotify instances or watches."""
     return ["-m", "tests.cluster.inotify_limits", what, "0", sys.executable]
 
 
@@ -62,12 +62,12 @@ def test_nothing_can_be_watched(scene: Scene, kind: type[WithoutInstances]) -> N
 
 
 def problems(scene: Scene) -> list[str]:
-    """Return what the agent says of file events."""
+    """Return the agent's problems about watches of files."""
     return [problem for problem in json.loads(scene.agents.page("/status"))["problems"] if "watch" in problem]
 
 
 def test_events_of_a_kubelet_restart_are_lost(scene: Scene) -> None:
-    """An agent that loses the file events of a kubelet restart registers again, and its devices move."""
+    """The kernel drops the file events of a kubelet restart: the agent still registers again, and its devices move."""
     plains, claimers = scene.both()
     agent = scene.agents.process
     assert agent is not None
@@ -99,5 +99,5 @@ def node(cluster: Cluster) -> Iterator[RealNode]:
     ],
 )
 def test_the_plugin_alone(node: RealNode, scenario: Callable[[PluginScenarios, RealNode], None]) -> None:
-    """Without any inotify instance, `deviceplugin run` serves pods by limits."""
+    """Without any inotify instance, `deviceplugin run` passes these scenarios of pods with limits."""
     scenario(PluginScenarios(), node)

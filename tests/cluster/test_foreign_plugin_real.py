@@ -1,7 +1,7 @@
-"""Another plugin registers a resource of the bridge on the real node, stays for five seconds and goes.
+"""Another plugin registers a resource of the bridge on the real node, and ends five seconds later.
 
-It is `tests.testing.bare`, which knows nothing of the agent, as a vendor's plugin does. Before Kubernetes 1.37 the
-kubelet counts all devices as unhealthy when it goes; since then it keeps the list of the plugin that has gone.
+The other plugin is `tests.testing.bare`, which is independent of the agent. When a plugin ends, a kubelet before 1.37
+counts all its devices as unhealthy; since 1.37 the kubelet keeps the ended plugin's list.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.testing.bare import BarePlugin
 
 scene = witnesses.scene  # a fixture
 STAYS = 5.0
-"""Seconds that the other plugin runs, as a vendor's pod does that is deleted as soon as it is seen."""
+"""Seconds that the other plugin runs, like a vendor's pod that an operator deletes at once."""
 NOTICED = re.compile(
     r"another plugin has registered this resource with the kubelet|another plugin may have registered this resource"
 )
@@ -40,7 +40,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def metric(scene: Scene, name: str, **labels: str) -> float:
-    """Return the sum of a metric of the resource."""
+    """Return the sum of the resource's samples of a metric that have these labels."""
     lines = scene.agents.page("/metrics").splitlines()
     wanted = [f'{key}="{value}"' for key, value in {"resource": named("a"), **labels}.items()]
     rows = [line for line in lines if line.startswith(f"deviceplugin_{name}{{") and all(one in line for one in wanted)]
@@ -56,7 +56,7 @@ def healthy() -> list[str]:
 
 @contextlib.contextmanager
 def other_plugin(*ids: str, nodes: tuple[Path, ...] = ()) -> Iterator[BarePlugin]:
-    """Register another plugin; at the end its socket and its streams are gone at once."""
+    """Register another plugin, which gives these nodes; at the end its socket and streams end at once."""
     plugin = BarePlugin(DEVICE_PLUGINS, *ids, resource=named("a"), endpoint="vendor.sock")
     one = pb.ContainerAllocateResponse(
         devices=[pb.DeviceSpec(container_path=str(node), host_path=str(node), permissions="rw") for node in nodes]
@@ -70,7 +70,7 @@ def other_plugin(*ids: str, nodes: tuple[Path, ...] = ()) -> Iterator[BarePlugin
 
 
 def serve(scene: Scene, devices: int) -> None:
-    """Have the plugin side serve so many devices."""
+    """Serve this many devices on the plugin side, and wait until the agent is ready."""
     scene.begin(a=(devices, "none"))
     scene.cluster.wait_for(lambda: not scene.agents.lacks(), 30, "the agent is ready")
 
@@ -97,7 +97,7 @@ def test_it_stays_for_five_seconds(scene: Scene, same: bool) -> None:
     cluster.wait_allocatable(named("a"), 3)
     assert not scene.agents.lacks()
     assert plugin.allocations == []
-    # One with the same ids cannot be told from a plugin of another resource that starts again.
+    # A plugin with the same ids cannot be distinguished from a restarted plugin of another resource.
     assert (metric(scene, "foreign_registrations_total") > 0) is not same
     assert metric(scene, "registered") == 1
     assert metric(scene, "device_held_twice") == 0
@@ -111,7 +111,7 @@ def test_the_kubelet_hangs_when_it_is_noticed(scene: Scene) -> None:
     serve(scene, 2)
     kubelet, agent = cluster.components["kubelet"].pid, scene.agents.process
     assert agent is not None
-    agent.send_signal(signal.SIGSTOP)  # else it notices, and registers again, before the kubelet hangs
+    agent.send_signal(signal.SIGSTOP)  # otherwise the agent would register again before the kubelet hangs
     with other_plugin("theirs"):
         try:
             cluster.wait_for(lambda: healthy() == ["theirs"], 5, "the kubelet has their list")
@@ -135,7 +135,7 @@ def test_the_kubelet_hangs_when_it_is_noticed(scene: Scene) -> None:
 
 @pytest.mark.parametrize("side", ["pods", "claims"])
 def test_what_it_gave_while_no_agent_ran(scene: Scene, side: str) -> None:
-    """A device that another plugin gave to a second pod is reported, and is given to nobody else."""
+    """Another plugin gave a held device to a second pod: the agent reports both holders; no third pod gets it."""
     cluster = scene.cluster
     if side == "pods":
         serve(scene, 2)
@@ -148,8 +148,8 @@ def test_what_it_gave_while_no_agent_ran(scene: Scene, side: str) -> None:
     scene.running(holder)
     (path,) = [path for path in (locks.NODES / "a").iterdir() if locks.key_of(path) == scene.key(holder)]
     scene.agents.kill()
-    cluster.wait_allocatable(named("a"), 0)  # a kubelet that notices the end later drops the other's registration
-    with other_plugin("theirs-0", "theirs-1", nodes=(path,)) as plugin:  # the scheduler counts our pod, too
+    cluster.wait_allocatable(named("a"), 0)  # else the kubelet, on noticing the end, drops the other plugin
+    with other_plugin("theirs-0", "theirs-1", nodes=(path,)) as plugin:  # two, as the scheduler counts our pod, too
         cluster.wait_allocatable(named("a"), 2)
         taker = Pod(cluster, cluster.api.create(locks.pod("theirs", sleeper())))
         taker.wait_running()
@@ -164,7 +164,7 @@ def test_what_it_gave_while_no_agent_ran(scene: Scene, side: str) -> None:
     cluster.wait_for(
         lambda: metric(scene, "devices_withheld", reason="foreign") == 1, 30, "what their pod has is withheld"
     )
-    if side == "claims":  # to the scheduler of pods by limits their pod costs two devices
+    if side == "claims":  # with limits no pod would fit: the scheduler subtracts the second pod and the withheld device
         scene.running(scene.claimer("next", "a"))
     scene.wait((plain if side == "pods" else claimer)("wants", "a"))
     taker.delete()
@@ -176,7 +176,7 @@ def test_what_it_gave_while_no_agent_ran(scene: Scene, side: str) -> None:
 
 
 def sleeper() -> dict[str, object]:
-    """Return a container that asks for a device and locks none."""
+    """Return a container with a device by limits that locks no device."""
     return {
         **locks.container(limits={named("a"): 1}),
         "command": ["/bin/sh", "-c", "trap exit TERM; sleep 3600 & wait"],

@@ -1,4 +1,4 @@
-"""What others write into the pool of a real agent, on a real API server and scheduler: it is named, and overcome."""
+"""Other clients write slices into the pool of a real agent: the agent reports these writes and undoes them."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ DRIVER = "fake.example.com"
 RESOURCE = "example.com/fake"
 METRICS = 19476
 MOST = 2**63 - 1
-"""The highest generation that the API server takes."""
+"""The highest generation that the API server accepts."""
 
 
 class BridgeWithStatus(Bridge):
-    """The agent, with its page."""
+    """A bridge whose agent serves its status page and metrics."""
 
     def command(self) -> list[str]:
-        """Return what is run."""
+        """Return the agent's command line."""
         return [*super().command(), "--metrics-address", f"127.0.0.1:{METRICS}"]
 
 
@@ -53,7 +53,7 @@ def bridge(cluster: Cluster) -> Iterator[Bridge]:
 def foreign(
     bridge: Bridge, name: str = "foreign", generation: int = 1, count: int = 1, device: str = "ghost", **spec: Any
 ) -> dict[str, Any]:
-    """A slice that somebody else writes into the node's pool, with one device that does not exist."""
+    """Return a foreign slice in the node's pool, with one device that does not exist."""
     node = bridge.cluster.node_name
     per_device = {"allNodes": True} if spec.get("perDeviceNodeSelection") else {}
     attributes = {"extendedResource": {"string": RESOURCE}}
@@ -87,7 +87,7 @@ def status(bridge: Bridge) -> dict[str, Any]:
 
 
 def overcome(bridge: Bridge) -> dict[str, float]:
-    """How many writes of others the agent has undone, by kind, as its metrics say."""
+    """Return the number of foreign writes that the agent has undone, by kind, from its metrics."""
     found = {}
     for line in get("/metrics").splitlines():
         if line.startswith("deviceplugin_slice_foreign_writes_total{"):
@@ -103,7 +103,7 @@ def events(bridge: Bridge) -> list[str]:
 
 
 def healed(bridge: Bridge, *, counted: dict[str, float] | None) -> None:
-    """Wait until the pool is the agent's own again; then see that a claim gets a device, and that devices move."""
+    """Wait until the pool has only the agent's slice; then check that a claim gets a device, and that devices move."""
     cluster, name = bridge.cluster, slice_name(bridge.cluster.node_name, DRIVER, 0)
 
     def alone() -> bool:
@@ -162,7 +162,7 @@ def test_another_count(bridge: Bridge) -> None:
 
 @pytest.mark.parametrize("what", ["generation", "count", "devices", "all"])
 def test_the_own_slice_is_edited(bridge: Bridge, what: str) -> None:
-    """The agent restores its own slice after others have edited generation, count or devices."""
+    """After another client has edited generation, count or devices of the agent's slice, the agent restores it."""
     changes = {
         "generation": {"pool": {"generation": MOST}},
         "count": {"pool": {"resourceSliceCount": 7}},
@@ -231,7 +231,7 @@ def test_a_claim_for_a_device_that_does_not_exist(bridge: Bridge) -> None:
 
 @contextlib.contextmanager
 def stopped(bridge: Bridge) -> Iterator[None]:
-    """Stop the agent's process inside of the block, as a node does that has no CPU left; then let it go on."""
+    """Send SIGSTOP to the agent, as if the node had no CPU time left for it, and SIGCONT at the end of the block."""
     assert bridge.process is not None
     os.kill(bridge.process.pid, signal.SIGSTOP)
     try:
@@ -262,7 +262,7 @@ def test_a_device_of_a_slice_of_others_does_not_return(bridge: Bridge) -> None:
 
 
 def test_somebody_who_writes_again_and_again(bridge: Bridge) -> None:
-    """If others write slices again and again, the agent's writes are limited, moves go on, and `problems` says so."""
+    """If a client writes foreign slices again and again, `problems` says so, devices move, and one Event is written."""
     cluster, end, written = bridge.cluster, threading.Event(), 0
     before = len(events(bridge))
 

@@ -1,8 +1,8 @@
 """Handover on the real node: devices move between the sides while pods of both kinds come and go.
 
-Every container writes down which device it holds, from when to when, on the clock that all
-containers share (/proc/uptime). A checker then proves that no two ever held one device at once.
-CHURN_SECONDS is for how long; the default suits CI, and with CLUSTER_LONG in the environment it is longer.
+Each container writes into files which device it holds and when, by the clock that all containers share (/proc/uptime).
+The tests check that no two containers held one device at the same time. The environment variable CHURN_SECONDS is the
+duration in seconds; its default is longer if CLUSTER_LONG is set.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ DEVICES = Path(isolate.DEVICES) / "handover"
 NOTES = Path(isolate.DEVICES) / "notes"
 CHURN_SECONDS = float(os.environ.get("CHURN_SECONDS", "75" if LONG else "45"))
 
-# Which device is it, since when, and that it still is: a beat every 50 ms until the end.
+# Writes the device and the time of the start, and then the device and the time every 50 ms until the end.
 WORKER = f"""
 read now rest < /proc/uptime
 device=$(ls {DEVICES} | head -n 1)
@@ -59,7 +59,7 @@ def card(share: str | int = "none") -> dict[str, Any]:
 
 @contextlib.contextmanager
 def serving_cards(cluster: Cluster, share: str = "none", **options: Any) -> Iterator[Bridge]:
-    """Run the agent with eight devices, all on the plugin's side first. options: those of `Bridge.running`."""
+    """Run the agent with eight devices, at first all on the plugin side. options: those of `Bridge.running`."""
     for directory in (DEVICES, NOTES):
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir(parents=True)
@@ -116,21 +116,21 @@ def deployment(name: str, replicas: int, container: Mapping[str, Any], **spec: A
 
 
 def annotate(cluster: Cluster, share: str | None) -> None:
-    """Ask for a share as `dra-bridge migrate` does."""
+    """Request a share as `dra-bridge migrate` does; None removes the request."""
     path = f"/api/v1/nodes/{cluster.node_name}"
     body = {"metadata": {"annotations": {f"{DRIVER}/dra-share": share}}}
     cluster.api.request("PATCH", path, body, content_type="application/merge-patch+json")
 
 
 def states(bridge: Bridge) -> Counter[str]:
-    """Return how many devices are where, as the agent reports."""
+    """Return the number of devices in each state, as the agent reports them."""
     devices = bridge.report(DRIVER).get("resources", {}).get(RESOURCE, {}).get("devices", {})
     return Counter(device["state"] for device in devices.values())
 
 
 @dataclass
 class Holding:
-    """What a container said: which device, from when to when at the least (seconds of uptime)."""
+    """A device that a container held at least from begin to end (seconds of uptime), by the container's files."""
 
     container: str
     device: str
@@ -139,7 +139,7 @@ class Holding:
 
 
 def holdings() -> list[Holding]:
-    """Read what the containers wrote down."""
+    """Read the files that the containers wrote."""
     found = []
     for begin in NOTES.glob("*.begin"):
         device, since = [*begin.read_text().split(), "", ""][:2]
@@ -169,9 +169,9 @@ def overlaps(found: list[Holding]) -> list[str]:
 
 @dataclass
 class Churn:
-    """Deletes pods at random, so that others take their place, and notes pods that failed.
+    """Deletes random pods, which their Deployments replace, and notes pods that failed.
 
-    every: seconds between two. ending: how many may be ending when one is deleted, at the most.
+    every: mean seconds between two deletions. ending: no pod is deleted while this many pods are terminating.
     """
 
     cluster: Cluster
@@ -210,7 +210,7 @@ class Churn:
         while not self.over.wait(0.2):
             with contextlib.suppress(ClusterError, OSError, KeyError):
                 for one in self.cluster.api.list("Pod", "default", "v1"):
-                    # One that is deleted and does not end on SIGTERM in time (a busy machine) fails without a reason.
+                    # A deleted pod that does not end on SIGTERM in time (a busy machine) fails without a reason.
                     ended = "deletionTimestamp" in one["metadata"] and not one["status"].get("reason")
                     if one["status"]["phase"] == "Failed" and not ended:
                         said = f"{one['status'].get('reason', '')}: {one['status'].get('message', '')}"
@@ -235,17 +235,17 @@ def stop_churn(bridge: Bridge, *names: str) -> None:
 
 
 def at_rest(bridge: Bridge, dra: int) -> bool:
-    """Whether all moves are done and so many devices are on the DRA side."""
+    """Return whether all moves are done and dra devices are on the DRA side, the others on the plugin side."""
     return states(bridge) == Counter({side: n for side, n in (("dra", dra), ("plugin", 8 - dra)) if n})
 
 
 def wait_at_rest(bridge: Bridge, dra: int, timeout: float = 30.0) -> float:
-    """Wait for it; return how long it took."""
+    """Wait until all moves are done with dra devices on the DRA side; return the seconds that this took."""
     return seconds_until(bridge.cluster, lambda: at_rest(bridge, dra), timeout, f"{dra} devices are on the DRA side")
 
 
 def test_idle_devices_move_fast(bridge: Bridge) -> None:
-    """Idle devices move within seconds, one or all of them, either way. The figures are printed."""
+    """One or all idle devices move to either side within 30 s. The times are printed."""
     cluster = bridge.cluster
     figures = []
     for share, dra in (("1", 1), ("all", 8), ("7", 7), ("none", 0)):
@@ -281,7 +281,7 @@ def test_a_held_device_moves_with_its_holder(bridge: Bridge) -> None:
 
 
 def test_devices_return_when_unchanged_pods_have_ended(bridge: Bridge) -> None:
-    """While DRA serves a pod by its limits no device returns; when this pod has ended, all devices return."""
+    """While DRA serves a pod with limits, no device moves back to the plugin side; after its end all devices do."""
     cluster = bridge.cluster
     if cluster.minor < 35:
         pytest.skip("1.34 leaves extended resources to DRA only where the node does not name them at all")
@@ -302,13 +302,13 @@ def test_devices_return_when_unchanged_pods_have_ended(bridge: Bridge) -> None:
 
 @pytest.mark.lengthy
 def test_a_claim_gets_its_device_under_churn_by_limits(bridge: Bridge) -> None:
-    """Waiting pods by limits take each device in the moment in which it is free, and a claim of one device runs."""
+    """Pods with limits wait for each free device under churn: a pod with a claim of a held device still gets it."""
     cluster = bridge.cluster
     cluster.api.apply(deployment("plain", 11, worker(limits={RESOURCE: "1"})))
     cluster.wait_for(lambda: len({one.device for one in holdings()}) == 8, 60, "pods have all devices")
     claim = bridge.claim("late")
     device = sorted(bridge.report(DRIVER)["resources"][RESOURCE]["devices"])[3]
-    # What the scheduler writes by a slice that it has cached.
+    # Write the allocation that the scheduler writes if it has an older slice in its cache.
     (request,) = claim["spec"]["devices"]["requests"]
     result = {"request": request["name"], "driver": DRIVER, "pool": cluster.node_name, "device": device}
     path = f"/apis/{bridge.api_version}/namespaces/default/resourceclaims/late/status"
@@ -333,7 +333,7 @@ def test_no_pod_fails_where_there_is_room(bridge: Bridge) -> None:
     annotate(bridge.cluster, "2")
     wait_at_rest(bridge, 2)
     moves = []
-    # Two pods, and two more that are ending: the plugin's side keeps five devices for them.
+    # Two pods run and at most two more are terminating: the plugin side keeps at least five devices for them.
     with Churn(bridge.cluster, every=1.5, ending=2) as churn:
         for dra in (3, 1, 2, 3, 1, 2):
             annotate(bridge.cluster, str(dra))
@@ -347,18 +347,18 @@ def test_no_pod_fails_where_there_is_room(bridge: Bridge) -> None:
     assert churn.failed == {}
 
 
-# The kubelet writes its own number back every second here (every 10 s by default). A pod that the scheduler binds then
-# may reach a busy kubelet after the devices have left the device plugin. It fails, and its controller makes another:
-# with OutOf and the resource's name if the kubelet's own number of devices is smaller already (kubelet 1.36,
-# lifecycle/predicate.go), else with UnexpectedAdmissionError (devicemanager/manager.go).
-# `test_no_waiting_pod_fails_when_devices_move` counts such pods with a kubelet as it is by default.
+# The kubelet writes its own allocatable number back every second here (every 10 s by default). A pod that the scheduler
+# binds by this number may reach a busy kubelet after the devices have left the device plugin. The pod fails and its
+# controller creates another: with OutOf and the resource's name if the kubelet's own number is smaller already (kubelet
+# 1.36, lifecycle/predicate.go), else with UnexpectedAdmissionError (devicemanager/manager.go).
+# `test_no_waiting_pod_fails_when_devices_move` counts such pods with a kubelet's default periods.
 REPORTING = 10.0
 LATE = ("UnexpectedAdmissionError:", f"OutOf{RESOURCE}:")
 
 
 @pytest.mark.lengthy
 def test_no_device_ever_has_two_holders(bridge: Bridge) -> None:
-    """Pods of both kinds churn while devices move back and forth, through kubelet restarts, kills and an outage."""
+    """No device has two holders while pods churn and devices move, also through restarts, kills and an API outage."""
     cluster = bridge.cluster
     start_churn(bridge)
     phase = CHURN_SECONDS / 5
@@ -385,7 +385,7 @@ def test_no_device_ever_has_two_holders(bridge: Bridge) -> None:
     def outage() -> None:
         with fault("API server away"):
             cluster.stop_apiserver()
-            time.sleep(3)  # how long it is away, not something that is waited for
+            time.sleep(3)  # the length of the outage; nothing is waited for
             cluster.start_apiserver()
 
     with Churn(cluster) as churn:
@@ -422,7 +422,7 @@ def test_no_device_ever_has_two_holders(bridge: Bridge) -> None:
 
 
 def moves_while_pods_wait(bridge: Bridge, changes: int) -> tuple[Churn, list[Holding]]:
-    """Change the share so often while at least five pods of each kind wait; return what came of it."""
+    """Change the share this many times while pods of each kind wait; return the churn and the devices' holders."""
     start_churn(bridge, replicas=13)
     chance = random.Random(11)
     with Churn(bridge.cluster, every=0.8) as churn:
@@ -434,16 +434,16 @@ def moves_while_pods_wait(bridge: Bridge, changes: int) -> tuple[Churn, list[Hol
     return churn, holdings()
 
 
-# The kubelet's periods as they are by default; elsewhere in these tests they are shorter.
+# The kubelet's default periods; other tests here use shorter periods.
 AS_BY_DEFAULT = {"nodeStatusUpdateFrequency": "10s", "syncFrequency": "1m"}
 
 
 @pytest.mark.lengthy
 @pytest.mark.parametrize("may_write", [False, True], ids=["kubelet-reports", "agent-reports"])
 def test_no_waiting_pod_fails_when_devices_move(make_cluster: Callable[..., Cluster], may_write: bool) -> None:
-    """While pods always wait, at most 0.1 pods fail a share change if the agent may write the Node's status.
+    """While pods wait, at most 0.1 pods fail for each share change if the agent may write the Node's status.
 
-    With CLUSTER_LONG there are twice as many changes: 20, and 6 without the right.
+    With CLUSTER_LONG there are twice as many changes: 20 with this right, 6 without.
     """
     cluster = make_cluster(kubelet_config=AS_BY_DEFAULT)
     with serving_cards(cluster, node_status=may_write) as bridge:
@@ -464,7 +464,7 @@ def test_no_waiting_pod_fails_when_devices_move(make_cluster: Callable[..., Clus
 
 
 def test_waiting_pods_start_when_devices_come_back(make_cluster: Callable[..., Cluster]) -> None:
-    """The scheduler knows of returned devices before the kubelet's next report. The figures are printed."""
+    """Devices return to the plugin side: waiting pods run before the kubelet's next report. The times are printed."""
     cluster = make_cluster(kubelet_config={"nodeStatusUpdateFrequency": "20s"})
     with serving_cards(cluster) as bridge:
         annotate(cluster, "6")

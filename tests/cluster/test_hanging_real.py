@@ -1,7 +1,7 @@
-"""A file system of a real node that stops answering, below one thing after the other: nobody else waits for it.
+"""A file system of a real node hangs, below device paths, sysfs, CDI specs or the ledger: other pods still start.
 
-`tests.cluster.hanging` is the file system. The kubelet allocates for one pod at a time, so a call that hangs would keep
-all other pods Pending, also those without devices.
+`tests.cluster.hanging` is the file system. The kubelet allocates for one pod at a time, so an Allocate call that hangs
+would keep all other pods Pending, also pods without devices.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.sources.trees import Tree
 SLOW, QUICK, CARD = "example.com/slow", "example.com/quick", "example.com/card"
 METRICS = "127.0.0.1:9418"
 LIMIT = 40.0
-"""Seconds in which a pod runs; it takes a few. The kubelet would wait for a call that hangs without end."""
+"""Seconds in which a pod must run; it takes a few. The kubelet has no timeout for a plugin's call that hangs."""
 
 
 class MeasuredBridge(Bridge):
@@ -38,33 +38,33 @@ class MeasuredBridge(Bridge):
 
 
 def get(path: str) -> str:
-    """What the agent answers to an HTTP request."""
+    """Return the agent's response to an HTTP request."""
     with urllib.request.urlopen(f"http://{METRICS}{path}", timeout=10) as answer:
         return str(answer.read().decode())
 
 
 def simulated(name: str, letter: str, count: int = 4, share: int = 2) -> dict[str, Any]:
-    """A resource of which claims get a part."""
+    """Return a resource with simulated devices; share of them are for claims."""
     devices = [{"simulated": {"count": count}}]
     return {"name": name, "driver": f"{letter}.example.net", "devices": devices, "dra": {"share": share}}
 
 
 @pytest.fixture
 def files() -> Iterator[contextlib.ExitStack]:
-    """What is to be undone after the agent has ended."""
+    """A stack of callbacks that run after the agent has ended."""
     with contextlib.ExitStack() as stack:
         yield stack
 
 
 def hanging(files: contextlib.ExitStack, point: Path) -> HangingFileSystem:
-    """Return a file system that is mounted there until the end."""
+    """Mount a file system that can hang at a path, until the test's end; return it."""
     backing = isolate.DEVICES / f"backing-{point.name}"
     files.callback(shutil.rmtree, backing, ignore_errors=True)
     return files.enter_context(HangingFileSystem(backing, point))
 
 
 def others_go_on(bridge: Bridge, *, claims: bool = True) -> None:
-    """Pods without devices, with those of another resource and with a claim of it start; the agent shows its state."""
+    """Check that pods without devices, with QUICK by limits and by a claim start, and that the agent serves metrics."""
     cluster = bridge.cluster
     pods: list[Pod] = [cluster.start_pod("plain"), cluster.start_pod("quick", {QUICK: 1})]
     if claims:
@@ -87,12 +87,12 @@ def end(*pods: Pod) -> None:
 
 
 def why(pod: Pod) -> str:
-    """Why the kubelet has rejected a pod."""
+    """Return the kubelet's reason for rejecting a pod."""
     return str(pod.status.get("message", ""))
 
 
 def rejected(cluster: Cluster, name: str, resource: str, words: str) -> None:
-    """A pod that the kubelet tries to allocate now is rejected in time, with these words in its status."""
+    """Check that the kubelet rejects a new pod within LIMIT seconds, with these words in the pod's status."""
     pod = cluster.start_pod(name, {resource: 1}, nodeName=cluster.node_name, restartPolicy="Never")
     cluster.wait_for(lambda: pod.phase == "Failed", LIMIT, f"pod {name} is rejected: {pod.status}")
     assert words in why(pod), pod.status
@@ -100,13 +100,13 @@ def rejected(cluster: Cluster, name: str, resource: str, words: str) -> None:
 
 
 def timeouts(resource: str = "") -> float:
-    """How often looks at a resource's hardware, or at other files, have not ended in time."""
+    """Return how many file accesses have timed out for a resource's devices, by default for other files."""
     lines = (line for line in get("/metrics").splitlines() if line.startswith("deviceplugin_look_timeouts_total{"))
     return sum(float(line.split()[-1]) for line in lines if f'resource="{resource}"' in line)
 
 
 def test_device_paths_hang(cluster: Cluster, files: contextlib.ExitStack) -> None:
-    """While device paths hang, Allocate and Prepare fail with the path, and the devices are unhealthy."""
+    """While device paths hang, a pod is rejected with the path, a claim waits, and the devices are not allocatable."""
     system = hanging(files, isolate.DEVICES / "paths")
     for name in ("a0", "a1", "a2", "a3"):
         os.mknod(system.point / name, stat.S_IFCHR | 0o600, os.makedev(240, int(name[1])))
@@ -152,7 +152,7 @@ run(Quick(4), Card(PciConfig(), sysfs_root={sys!r}, dev={dev!r}, rescan=1.0), sh
 
 
 def test_sysfs_hangs(cluster: Cluster, files: contextlib.ExitStack) -> None:
-    """Devices below a sysfs that hangs are unhealthy until reads of it end again."""
+    """While sysfs hangs, its devices are unhealthy and other pods start; afterwards a pod gets a device again."""
     system = hanging(files, isolate.DEVICES / "sysfs")
     tree = Tree(system.point)
     for number in range(4):
@@ -203,7 +203,7 @@ def test_the_directory_of_cdi_specs_hangs(cluster: Cluster, files: contextlib.Ex
 
 
 def test_the_ledgers_directory_hangs(cluster: Cluster, files: contextlib.ExitStack) -> None:
-    """While the ledger's directory hangs, grants are refused in time with the reason; other pods start."""
+    """While the ledger's directory hangs, pods with devices are rejected with the reason, and other pods start."""
     system = hanging(files, LEDGER.parent)
     with MeasuredBridge.running(cluster, simulated(QUICK, "quick")) as bridge:
         cluster.wait_allocatable(QUICK, 2)
@@ -221,7 +221,7 @@ def test_the_ledgers_directory_hangs(cluster: Cluster, files: contextlib.ExitSta
         end(first, plain)
 
         def runs() -> bool:
-            """Whether a pod runs: the grant that was recorded late ends when checkpoints do not name it."""
+            """Return whether a pod gets both devices: a late record ends once checkpoints lack its allocation."""
             pod = cluster.start_pod("next", {QUICK: 2})
             try:
                 pod.wait_running(LIMIT)

@@ -1,7 +1,7 @@
-"""Claims whose sticks come back at numbers that other holders still reach, as kubelet, containerd and kernel see it.
+"""Sticks of claims come back with device numbers that other holders' containers can still open, on a real node.
 
-The agent writes device numbers into the CDI files of claims. It must neither leave a number there that the claim's
-stick no longer has, nor write one there that the container of another holder can still reach.
+The agent writes device numbers into the CDI files of claims. A file must not keep a number that the claim's stick no
+longer has, and must not get a number that the container of another holder can still open.
 """
 
 from __future__ import annotations
@@ -26,11 +26,14 @@ from tests.scenarios.sides import named
 __all__ = ["scene", "sticks"]
 
 CREATED = "unresolvable CDI devices"
-"""What containerd says when it creates a container whose CDI device is in no file."""
+"""A part of containerd's error for a container whose CDI device is in no file."""
 
 
 def two(scene: Scene, sticks: Sticks, other: str) -> tuple[Pod, Pod]:
-    """Run a pod with stick B at 2, by limits or claim, and the pod of a claim with stick A at 1; return both."""
+    """Run a pod with stick B at minor number 2 and a pod with a claim of stick A at 1; return both pods.
+
+    other: the first pod has its stick by limits or by a claim.
+    """
     sticks.plug("A", 1)
     sticks.plug("B", 2)
     share = "all" if other == "claim" else "none"
@@ -53,7 +56,7 @@ def key(minor: int) -> str:
 
 
 def until_held(scene: Scene, wanted: Mapping[Pod, int], limit: float = 120) -> None:
-    """Wait until each pod has the stick with its number, and no pod has another."""
+    """Wait until each pod holds the stick with its minor number, and no pod holds another."""
 
     def held() -> bool:
         scene.check()
@@ -77,7 +80,7 @@ def waits(scene: Scene, pod: Pod) -> None:
 def test_a_claims_stick_comes_to_a_number_that_another_container_reaches(
     scene: Scene, sticks: Sticks, other: str
 ) -> None:
-    """The claim's container does not start until the other container has restarted at its stick's new number."""
+    """A claim's stick gets a number that another container can open: the claim's container waits for that one's end."""
     another, user = two(scene, sticks, other)
     sticks.pull("B")
     scene.observe(1)
@@ -98,7 +101,10 @@ def test_a_claims_stick_comes_to_a_number_that_another_container_reaches(
 @pytest.mark.parametrize("first", ["user", "other", "both"])
 @pytest.mark.parametrize("other", ["limits", "claim"])
 def test_the_stick_of_a_claim_swaps_its_number(scene: Scene, sticks: Sticks, other: str, first: str) -> None:
-    """Each container has its own stick after both have restarted, in any order; none before the other has ended."""
+    """Sticks of a claim and of another pod swap: a killed container starts only after the other container is killed.
+
+    first: the pod whose container is killed first. In the end each container has its own stick.
+    """
     another, user = two(scene, sticks, other)
     swap(sticks)
     scene.observe(3)
@@ -115,7 +121,7 @@ def test_the_stick_of_a_claim_swaps_its_number(scene: Scene, sticks: Sticks, oth
 
 
 def kill_sandbox(pod: Pod) -> None:
-    """Kill the first process of a pod's sandbox, and with it all containers."""
+    """Kill the pause process of a pod's sandbox, which ends all the pod's containers."""
     for directory in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             if (directory / "comm").read_text() == "pause\n" and pod.uid.replace("-", "_") in (
@@ -126,7 +132,7 @@ def kill_sandbox(pod: Pod) -> None:
 
 @pytest.mark.parametrize("what", ["agent", "kubelet", "sandbox"])
 def test_what_runs_a_claims_container_is_killed_while_sticks_swap(scene: Scene, sticks: Sticks, what: str) -> None:
-    """Agent, kubelet or the pods' sandboxes are killed again and again; each container has its own stick in the end."""
+    """Sticks swap while agent, kubelet or sandboxes are killed five times: in the end each pod has its own stick."""
     another, user = two(scene, sticks, "claim")
     chance = random.Random(what)
     swap(sticks)
@@ -147,7 +153,7 @@ def test_what_runs_a_claims_container_is_killed_while_sticks_swap(scene: Scene, 
 
 
 def test_three_sticks_change_places(scene: Scene, sticks: Sticks) -> None:
-    """Each of three containers, two of claims and one with limits, gets the number that the next one had."""
+    """Three held sticks exchange their numbers in a circle: each restarted container gets its own stick."""
     for minor, serial in enumerate("ABC", 1):
         sticks.plug(serial, minor)
     shares = {"a": "all", "b": "all", "c": "none"}
@@ -169,7 +175,7 @@ def test_three_sticks_change_places(scene: Scene, sticks: Sticks) -> None:
 
 
 def with_init(name: str, letter: str) -> dict[str, Any]:
-    """Return a pod whose init container has the claim's device first."""
+    """Return a pod whose init container has the claim's device before its main container."""
     manifest = claimer(name, letter)
     (main,) = manifest["spec"]["containers"]
     manifest["spec"]["initContainers"] = [{**main, "name": "init", "command": ["/bin/true"]}]
@@ -208,7 +214,7 @@ def test_sticks_swap_of_pods_with_other_containers(scene: Scene, sticks: Sticks,
 
 
 def until_own(scene: Scene, wanted: Mapping[Pod, int]) -> None:
-    """Wait until each pod has been seen with its number since now, and meanwhile with no number of another's."""
+    """Wait until each pod has noted its minor number after this call's begin, without an overlap of holders."""
     seen: set[str] = set()
     begun = len(locks.notes())
 

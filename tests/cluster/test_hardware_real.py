@@ -1,7 +1,7 @@
-"""A device is what sysfs shows behind it, not its number: sticks that come back, swap numbers and move between ports.
+"""Sysfs identifies a device, not its device number: USB sticks come back, swap numbers and move between ports.
 
-Sysfs is made: a tmpfs over /sys/dev/char with a USB device for each stick. As udev does it, links by serial number and
-by port lead to the nodes.
+Sysfs is simulated: a tmpfs over /sys/dev/char has a USB device for each stick. As from udev, links by serial number and
+by port point to the device nodes.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Sticks:
             (locks.NODES / links).mkdir()
 
     def plug(self, serial: str, minor: int, port: str = "", links: Collection[str] = ("by-id", "by-path")) -> str:
-        """Plug a stick into a port (by default one of its own); return the key of its node's lock."""
+        """Plug a stick into a port (by default a port for this stick only); return the key of its node's lock."""
         port = port or f"port-{serial}"
         usb = SYSFS / "pci0000:00/0000:00:14.0/usb1" / port
         interface = usb / f"{port}:1.0" / f"ttyUSB{minor}" / "tty" / f"ttyUSB{minor}"
@@ -57,7 +57,7 @@ class Sticks:
         return key
 
     def link(self, serial: str, links: str) -> None:
-        """Make one of the two links to a stick."""
+        """Make a link to a stick's node, in the directory by-id or by-path."""
         port, minor = self.at[serial]
         (locks.NODES / links / (serial if links == "by-id" else port)).symlink_to(f"../ttyUSB{minor}")
 
@@ -79,7 +79,7 @@ class Sticks:
 @pytest.fixture
 def sticks(scene: Scene) -> Sticks:
     subprocess.run(["mount", "-t", "tmpfs", "none", str(SYSFS)], check=True)
-    scene.stack.callback(subprocess.run, ["umount", str(SYSFS)], check=True)  # the agents end before
+    scene.stack.callback(subprocess.run, ["umount", str(SYSFS)], check=True)  # after the agents' end
     return Sticks()
 
 
@@ -106,7 +106,7 @@ Start = Callable[[Scene, str, str], Pod]
 
 
 def await_file(scene: Scene, form: str, pod: Pod, minor: int) -> None:
-    """Wait until the CDI file of a pod's claim has a device number; with limits there is no file."""
+    """Wait until the CDI file of a pod's claim has a device number; for a pod with limits return at once."""
     if form == "claim":
         claim = pod.status["resourceClaimStatuses"][0]["resourceClaimName"]
         uid = scene.cluster.api.get("ResourceClaim", claim, api_version=scene.agents.api_version)["metadata"]["uid"]
@@ -120,7 +120,7 @@ def await_file(scene: Scene, form: str, pod: Pod, minor: int) -> None:
 
 
 def until_taken(scene: Scene) -> None:
-    """Wait until a pod that waits has a device."""
+    """Wait until a waiting pod has a device."""
 
     def taken() -> bool:
         scene.urge()
@@ -138,7 +138,7 @@ def kill(*pods: Pod) -> None:
 @pytest.mark.parametrize("agent", ["runs", "restarts"])
 @pytest.mark.parametrize("form", FORMS)
 def test_a_stick_comes_back_under_another_number(scene: Scene, sticks: Sticks, form: str, agent: str) -> None:
-    """A stick that returns under another number stays with its pod; a restarted container gets its new node."""
+    """A stick that returns under another device number stays with its pod; a restarted container gets the new node."""
     sticks.plug("A", 1)
     serve(scene, form, 1)
     pod = holder(scene, form, "holder")
@@ -162,7 +162,7 @@ def test_a_stick_comes_back_under_another_number(scene: Scene, sticks: Sticks, f
 
 
 def for_the_plugin_alone(scene: Scene) -> Agents:
-    """Return agents that have ended, with a configuration of sticks that `deviceplugin run` takes."""
+    """Return stopped agents whose config file has sticks without DRA, for `deviceplugin run`."""
     agents = scene.serve(resource("a", "none", devices=[{"path": f"{locks.NODES}/by-id/*"}]))
     agents.stop()
     scene.cluster.wait_allocatable(named("a"), 0)
@@ -172,7 +172,10 @@ def for_the_plugin_alone(scene: Scene) -> Agents:
 
 
 def test_a_stick_comes_back_while_the_plugin_alone_restarts(scene: Scene, sticks: Sticks) -> None:
-    """The kubelet's checkpoint has what the stick was; it is healthy again, and another one with its number is not."""
+    """A stick gets another number and a second stick its number while the plugin is stopped: the pod keeps its stick.
+
+    The kubelet's checkpoint identifies the stick. No other pod gets a stick before the holder ends.
+    """
     sticks.plug("A", 1)
     agents = for_the_plugin_alone(scene)
     plugin = agents.start_plugin()
@@ -201,7 +204,10 @@ def test_a_stick_comes_back_while_the_plugin_alone_restarts(scene: Scene, sticks
 
 
 def test_the_plugin_alone_restarts_after_a_container_has_another_number(scene: Scene, sticks: Sticks) -> None:
-    """Another stick that gets the number, at which the container has restarted, goes to nobody before the pod ends."""
+    """A container restarts at its stick's new number, and a second stick gets that number during the plugin's restart.
+
+    No pod gets the second stick before the container's pod ends.
+    """
     sticks.plug("A", 1)
     agents = for_the_plugin_alone(scene)
     remove_ledger()
@@ -220,7 +226,7 @@ def test_the_plugin_alone_restarts_after_a_container_has_another_number(scene: S
         plugin.wait(20)
         sticks.pull("A")
         assert sticks.plug("B", 2) == key
-        for minor, serial in enumerate("CD", 3):  # for the scheduler, the pod still counts among those that are there
+        for minor, serial in enumerate("CD", 3):  # two sticks, because the scheduler still counts one for the pod
             sticks.plug(serial, minor)
         plugin = agents.start_plugin()
         for name in ("first", "second"):
@@ -246,7 +252,7 @@ def test_the_plugin_alone_restarts_after_a_container_has_another_number(scene: S
 
 @pytest.mark.parametrize("form", FORMS)
 def test_another_stick_has_the_old_number(scene: Scene, sticks: Sticks, form: str) -> None:
-    """Another stick with a held number is given to nobody before the pod that got the number has ended."""
+    """No pod gets a stick that has the number of a held stick before the pod that got this number ends."""
     first = sticks.plug("A", 1)
     serve(scene, form, 1)
     pod = holder(scene, form, "holder")
@@ -270,7 +276,7 @@ def test_another_stick_has_the_old_number(scene: Scene, sticks: Sticks, form: st
 def two_pods(
     scene: Scene, sticks: Sticks, form: str, glob: str = "by-id/*", start: Start = holder
 ) -> tuple[list[Pod], list[str]]:
-    """Run a pod with each of two sticks; return the pods and their keys."""
+    """Run a pod with each of two sticks; return the pods and the keys of their locks."""
     keys = sticks.plug("A", 1), sticks.plug("B", 2)
     serve(scene, form, 2, glob)
     pods = [start(scene, form, name) for name in ("one", "two")]
@@ -288,7 +294,7 @@ def swap(sticks: Sticks) -> None:
 
 
 def swapped(scene: Scene, sticks: Sticks, form: str) -> tuple[list[Pod], list[str]]:
-    """Run a pod with each of two sticks, then swap the sticks' numbers; return what `two_pods` does."""
+    """Run a pod with each of two sticks, then swap the sticks' numbers; return the result of `two_pods`."""
     made = two_pods(scene, sticks, form)
     swap(sticks)
     return made
@@ -311,9 +317,9 @@ def test_two_sticks_swap_their_numbers(scene: Scene, sticks: Sticks, form: str) 
 
 @pytest.mark.parametrize("seed", range(2))
 def test_sticks_come_and_go_in_any_order(scene: Scene, sticks: Sticks, seed: int) -> None:
-    """Few numbers and three sticks: whoever has a stick has its node again in the end, and nobody that of another.
+    """Three sticks come and go under four numbers: in the end each pod has its stick's node, and no other pod's.
 
-    The program of a stick that is pulled ends, as a real one does.
+    The program that uses a stick ends when the stick is pulled, as a real program does.
     """
     chance = random.Random(seed)
     for minor, serial in enumerate("AB", 1):
@@ -327,7 +333,7 @@ def test_sticks_come_and_go_in_any_order(scene: Scene, sticks: Sticks, seed: int
         if serial in sticks.at:
             node = locks.key_of(locks.NODES / f"ttyUSB{sticks.at[serial][1]}")
             sticks.pull(serial)
-            # The pod that waited may have got C.
+            # The waiting pod may have got stick C.
             users = {one.uid for one in locks.holders() if one.key == node}
             for uid in users | {pod.uid for of, pod in pods.items() if of == serial}:
                 for pid in locks.pids(uid):
@@ -351,7 +357,7 @@ def test_sticks_come_and_go_in_any_order(scene: Scene, sticks: Sticks, seed: int
 
 @pytest.mark.parametrize("form", FORMS)
 def test_numbers_are_swapped_by_a_reboot(scene: Scene, sticks: Sticks, form: str) -> None:
-    """After the reboot each pod has its own stick again."""
+    """Two sticks swap their numbers and the node reboots: after the reboot each pod has its own stick again."""
     pods, had = swapped(scene, sticks, form)
     reboot(scene, "before the kubelet")
     scene.cluster.wait_for(lambda: all(locks.pids(pod.uid) for pod in pods), 90, "the pods run again")
@@ -361,7 +367,7 @@ def test_numbers_are_swapped_by_a_reboot(scene: Scene, sticks: Sticks, form: str
 
 @pytest.mark.parametrize("form", FORMS)
 def test_another_stick_is_plugged_into_a_port(scene: Scene, sticks: Sticks, form: str) -> None:
-    """A device by port stays with its pod, and a restarted container gets the stick that is now in the port."""
+    """With links by port, another stick in a held port belongs to the port's pod, also after its container restarts."""
     sticks.plug("A", 1, "1-2")
     serve(scene, form, 1, "by-path/*")
     pod = holder(scene, form, "holder")
@@ -393,7 +399,7 @@ def test_a_program_knows_which_device_it_has(scene: Scene, form: str) -> None:
 
 
 class MadeAgents(Agents):
-    """Agents for which made sysfs and device nodes are all USB and PCI devices that there are."""
+    """Agents that read a simulated sysfs and simulated device nodes for USB and PCI devices."""
 
     metrics = "127.0.0.1:9419"
 
@@ -424,11 +430,10 @@ def tree(scene: Scene) -> Tree:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_device_gets_other_ids_when_its_firmware_is_loaded(scene: Scene, tree: Tree, form: str) -> None:
-    """A device whose ids change when its firmware is loaded stays one device with one holder.
+    """A device whose USB ids change when its firmware is loaded stays one device with one holder.
 
-    The container of a claim sees its second node when it restarts.
-
-    By limits the kubelet has the first node in its answer, and the container does not start again: its pod is deleted.
+    A container with a claim sees the device's second node after a restart. With limits, the kubelet keeps the response
+    with the first node: the container cannot start again, and its pod must be deleted.
     """
     bus = locks.NODES / "bus/usb/001"
     locks.make_node(bus / "004", 4)
@@ -467,7 +472,7 @@ def test_a_device_gets_other_ids_when_its_firmware_is_loaded(scene: Scene, tree:
 
 
 def status_now(scene: Scene) -> str:
-    """Return the agent's status without the events that were."""
+    """Return the agent's status without past events."""
     status = json.loads(scene.agents.page("/status"))
     del status["events"]
     return json.dumps(status)
@@ -497,7 +502,7 @@ def test_a_vfio_group_is_given_once_the_host_has_no_function_of_it(scene: Scene,
 
 
 def test_a_stick_comes_back_with_the_generic_device_plugin(scene: Scene, sticks: Sticks) -> None:
-    """What a container does here that restarts, it does with squat's plugin, which answers with the link as well."""
+    """With squat's generic-device-plugin, a restarted container also gets its stick under the stick's new number."""
     if build.PEER_PROGRAMS not in os.environ:
         pytest.skip(f"{build.PEER_PROGRAMS} names no directory with generic-device-plugin")
     program = str(build.ensure_peer("generic-device-plugin"))

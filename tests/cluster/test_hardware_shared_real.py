@@ -1,6 +1,6 @@
-"""A stick that the config names by serial number and by port, and sticks that meet at one number, are held once.
+"""A stick has one holder if the config names it by serial number and by port, and if sticks exchange device numbers.
 
-Links by serial number and by port appear at different times, and a stick can move into a port that another pod has.
+Links by serial number and by port appear at different times, and a stick can move into a port that another pod holds.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def serve(scene: Scene, form: str, **paths: list[str]) -> None:
 
 
 def wants(scene: Scene, form: str, letter: str) -> None:
-    """Start a pod that must not get a device."""
+    """Start a pod for a device of a resource; the pod must not get a device while it is in `scene.waiting`."""
     manifest = claimer("wants", letter) if form == "claim" else plain("wants", letter)
     scene.waiting["wants"] = manifest
     scene.make(manifest)
@@ -54,7 +54,10 @@ def only_holder(name: str) -> None:
 @pytest.mark.parametrize("entries", ["of two resources", "of one resource"])
 @pytest.mark.parametrize("form", FORMS)
 def test_a_stick_with_two_names_comes_back(scene: Scene, sticks: Sticks, form: str, entries: str, first: str) -> None:
-    """A stick with two names that returns stays with its pod, whichever link udev makes first."""
+    """A stick with a by-id and a by-path name returns under another number: no other pod gets it.
+
+    entries: one or two resources have the names. first: the link that udev makes first.
+    """
     sticks.plug("A", 1)
     two = entries == "of two resources"
     serve(scene, form, **({"a": [f"{ID}/*"], "b": [f"{PORT}/*"]} if two else {"a": [f"{ID}/*", f"{PORT}/*"]}))
@@ -75,7 +78,7 @@ def test_a_stick_with_two_names_comes_back(scene: Scene, sticks: Sticks, form: s
 
 
 def refused(pod: Pod, text: str) -> bool:
-    """Return whether a pod's container does not start, with a message that has this text."""
+    """Return whether a container of a pod waits to start, with a message that contains this text."""
     return any(
         text in one["state"].get("waiting", {}).get("message", "") for one in pod.status.get("containerStatuses", ())
     )
@@ -83,7 +86,7 @@ def refused(pod: Pod, text: str) -> bool:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_stick_moves_into_the_port_of_another_pod(scene: Scene, sticks: Sticks, form: str) -> None:
-    """No pod gets a stick that moved into another pod's port; each has its device again once the stick is back."""
+    """A held stick moves into the port that another pod holds: neither pod gets it, until each device is back."""
     sticks.plug("A", 1)
     sticks.plug("T", 2)
     serve(scene, form, a=[f"{ID}/A"], b=[f"{PORT}/port-T"])
@@ -116,7 +119,7 @@ def test_a_stick_moves_into_the_port_of_another_pod(scene: Scene, sticks: Sticks
 
 
 def test_one_of_two_containers_restarts_whose_sticks_have_swapped(scene: Scene, sticks: Sticks) -> None:
-    """After a swap, a container does not start while another container that has its stick's number runs."""
+    """Two sticks swap their numbers: a restarted container starts only after the other container has ended."""
     pods, had = swapped(scene, sticks, "limits")
     kill(pods[0])
     scene.until("the container does not start", lambda: refused(pods[0], "are the same hardware"), 60)
@@ -133,7 +136,7 @@ def test_one_of_two_containers_restarts_whose_sticks_have_swapped(scene: Scene, 
 def test_the_config_names_a_held_stick_anew_while_it_is_away(
     scene: Scene, sticks: Sticks, form: str, after: str
 ) -> None:
-    """A stick that comes back under its new name is still held by the pod that got it under the former name."""
+    """The config renames a held stick while it is away: after its return no other pod gets it until its holder ends."""
     names = {"by-id": f"{ID}/*", "by-path": f"{PORT}/*"}
     sticks.plug("A", 1)
     serve(scene, form, a=[names["by-id" if after == "by-path" else "by-path"]])
@@ -154,7 +157,7 @@ def test_the_config_names_a_held_stick_anew_while_it_is_away(
 
 
 def with_init(scene: Scene, form: str, name: str) -> Pod:
-    """Start a pod whose init container has the device first. form: limits."""
+    """Start a pod with limits whose init container has the device before its main container."""
     limits = {named("a"): 1}
     init = {**locks.container("init", limits), "command": ["/bin/true"]}
     pod = scene.make(locks.pod(name, locks.container(limits=limits), initContainers=[init]))
@@ -172,7 +175,7 @@ def test_sticks_of_init_containers_swap(scene: Scene, sticks: Sticks) -> None:
 
 
 def test_sticks_with_plain_numbers_swap(scene: Scene, sticks: Sticks) -> None:
-    """A container that restarts does not get the stick of the other pod by the path of its own former node."""
+    """Sticks named by ttyUSB nodes swap: a restarted container fails instead of getting the other pod's stick."""
     pods, _ = two_pods(scene, sticks, "limits", "ttyUSB*")
     swap(sticks)
     kill(pods[0])
@@ -182,7 +185,7 @@ def test_sticks_with_plain_numbers_swap(scene: Scene, sticks: Sticks) -> None:
 
 
 def test_an_agent_starts_with_other_names_and_sticks_swap(scene: Scene, sticks: Sticks) -> None:
-    """A starting container is checked also if its device was renamed in the config meanwhile."""
+    """The config renames two held sticks and they swap: a container starts only after the other container has ended."""
     pods, had = two_pods(scene, sticks, "limits")
     scene.agents.stop()
     scene.agents.resources[0] = {**scene.agents.resources[0], "devices": [{"path": f"{PORT}/*"}]}
@@ -199,9 +202,10 @@ def test_an_agent_starts_with_other_names_and_sticks_swap(scene: Scene, sticks: 
 
 @pytest.mark.parametrize("agent", ["killed", "stopped"])
 def test_an_agent_that_has_not_seen_the_sticks_yet_does_not_answer(scene: Scene, sticks: Sticks, agent: str) -> None:
-    """An agent that starts while all sticks are away has the kubelet ask before each start; so without it none starts.
+    """An agent started while all sticks were unplugged is killed or stopped: no container starts until it runs again.
 
-    The sticks come back with swapped numbers, and only one of the two containers restarts.
+    The agent had the kubelet call PreStartContainer before each start. The sticks return with swapped numbers, and one
+    of two containers is killed.
     """
     pods, had = two_pods(scene, sticks, "limits")
     scene.agents.kill()

@@ -1,4 +1,4 @@
-"""The harness itself: if one of these fails, a failure of another test proves nothing."""
+"""Tests of the harness: if one of them fails, failures of other tests in this package prove nothing."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_objects_are_applied_and_removed(cluster: Cluster) -> None:
 
 
 def test_devices_of_a_former_plugin_are_not_waited_for(cluster: Cluster) -> None:
-    """A number that only the Node's status has, as it has that of a plugin that has ended, is not the kubelet's."""
+    """`wait_allocatable` ignores a number that only the Node's status has, as of an ended plugin, not the kubelet."""
     former = {name: {"example.net/former": "1"} for name in ("capacity", "allocatable")}
     cluster.api.patch("node", cluster.node_name, {"status": former}, "default", "status")
     cluster.wait_for(lambda: cluster.allocatable("example.net/former") == 1, 30.0, "the status has it")
@@ -72,7 +72,7 @@ def test_devices_of_a_former_plugin_are_not_waited_for(cluster: Cluster) -> None
 
 
 def test_directories_of_pods_are_gone_when_the_node_is_clean(cluster: Cluster) -> None:
-    """Agents withhold the devices of a pod while its directory is there, which is longer than the pod is."""
+    """`clean` waits for the removal of pods' directories, because agents withhold a pod's devices until then."""
     pod = cluster.start_pod("one").wait_running()
     directory = KUBELET_DIRECTORY / "pods" / pod.uid
     assert directory.is_dir()

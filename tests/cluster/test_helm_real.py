@@ -32,10 +32,10 @@ RELEASE = "dra-bridge"
 
 
 class Released(Deployed):
-    """A Bridge that is a release of the chart."""
+    """A Bridge whose agent is a release of the chart."""
 
     def helm(self, *arguments: str) -> str:
-        """Run helm on the agent's namespace; return what it said."""
+        """Run a Helm command in the agent's namespace, which must succeed; return its output."""
         command = [str(build.ensure_tool("helm")), *arguments, f"--namespace={NAMESPACE}"]
         done = subprocess.run(
             [*command, f"--kubeconfig={self.cluster.kubeconfig}"],
@@ -49,7 +49,7 @@ class Released(Deployed):
         return done.stdout
 
     def apply(self, *options: str) -> None:
-        """Install the release, or upgrade it to the config file as it is now."""
+        """Install the release, or upgrade it to the current config file."""
         values = {"config": json.loads(self.config.read_text()), **self.node_values()}
         said = self.upgrade(values, *options)
         assert f"DaemonSet {RELEASE} serves {RESOURCE}." in said
@@ -58,20 +58,20 @@ class Released(Deployed):
     def node_values(self) -> dict[str, Any]:
         """Return the values that name the image and the pods' cgroups."""
         repository, _, tag = self.image.rpartition(":")
-        # The host's cgroups have the pods of other runs, too.
+        # The host's cgroups also have the pods of other test runs.
         return {"image": {"repository": repository, "tag": tag}, "cgroupRoot": str(isolate.POD_CGROUPS)}
 
     def upgrade(self, values: dict[str, Any], *options: str) -> str:
-        """Install the release with values, or upgrade it to them; return what Helm said."""
+        """Install the release with values, or upgrade it to these values; return Helm's output."""
         file = self.directory / "values.yaml"
         file.write_text(yaml.safe_dump(values))
-        # What `manifests` made may be there, of another test; Helm takes it over.
+        # Objects of `dra-bridge manifests` may be left from another test; Helm takes these over.
         into = ["upgrade", "--install", "--take-ownership", "--create-namespace"]
         into += [RELEASE, str(CHART), f"--values={file}"]
         return self.helm(*into, *options)
 
     def uninstall(self) -> None:
-        """Remove the release if it is there, and wait until nothing of its devices is left on the node."""
+        """Uninstall the release if it exists; wait until its pods are gone and RESOURCE has no allocatable device."""
         for pod in self.pods():
             print(f"--- {pod}\n{pod.logs()}")
         self.helm("uninstall", RELEASE, "--ignore-not-found", "--wait")
@@ -79,7 +79,7 @@ class Released(Deployed):
         self.cluster.wait_for(lambda: not self.cluster.allocatable(RESOURCE), 60, "nothing is allocatable")
 
     def pods(self) -> list[Pod]:
-        """Return the agents' pods of all groups, those that are ending included."""
+        """Return the agents' pods of all groups, terminating ones included."""
         return self.cluster.pods(NAMESPACE, "app.kubernetes.io/managed-by=dra-bridge")
 
 
@@ -99,7 +99,7 @@ def test_life_of_a_release(released: Released) -> None:
     def as_before() -> bool:
         return released.holders() == held
 
-    # An upgrade changes the ConfigMap, which the agent takes as it runs; so does a rollback.
+    # An upgrade changes the ConfigMap, which the running agent reads again; so does a rollback.
     released.share(1)
     released.apply()
     released.read_again(agent)
@@ -119,7 +119,7 @@ def test_life_of_a_release(released: Released) -> None:
     cluster.wait_for(lambda: released.agent(other_than=agent.uid), PATIENCE, "another pod is ready")
     cluster.wait_for(as_before, 60, f"the holders are {held}")
 
-    # Its pods could not end without the agent: who looks first is told so.
+    # Pods with claims cannot end without the agent: `uninstall --check` says so.
     said = released.cli("uninstall", "--driver", DRIVER, "--check")
     assert (said[0], "claims have devices of these drivers: default/mine: " in said[1]) == (1, True), said
     released.uninstall()
@@ -145,7 +145,7 @@ def test_life_of_a_release(released: Released) -> None:
 
 
 def test_groups_by_label(released: Released) -> None:
-    """A node's label selects the group whose agent runs there; with another label, another agent serves its devices."""
+    """A node's label selects the group whose agent runs there; after a change of the label, the other group's runs."""
     cluster = released.cluster
     released.agent()
 
@@ -198,7 +198,7 @@ def test_groups_by_label(released: Released) -> None:
 
 
 def test_plugin_alone(released: Released) -> None:
-    """With `bridge: false`, an agent without a token serves the same devices by limits alone, and back."""
+    """With `bridge: false` an agent without a token serves all devices by limits; an upgrade adds the bridge again."""
     cluster, both = released.cluster, released.agent()
     released.wait_offered(2)
     values = {"config": {"resources": released.resources}, **released.node_values()}
