@@ -486,7 +486,7 @@ async def test_a_claim_that_is_not_the_one_meant_is_refused(here: ServedDriver, 
     ],
 )
 async def test_a_device_that_cannot_be_had_is_named(here: ServedDriver, what: dict[str, Any], message: str) -> None:
-    """An unknown device, or one of another driver, another pool or with bad health, is refused by its name."""
+    """A claim to an unknown or unhealthy device, or one of another driver or pool, is refused with the reason."""
     sick = Device("sick", health=Health.UNHEALTHY, message="it smokes")
     here.inventory.publish([*here.inventory.snapshot.devices.values(), sick])
     here.claims.add(claim("1", what))
