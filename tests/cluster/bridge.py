@@ -1,7 +1,7 @@
-"""The agent with both sides on the real node, under exactly the rights that its manifests give it.
+"""The agent with both sides on the real node, with exactly the rights that its manifests give it.
 
-It reaches the API server as in its DaemonSet: by the files of a pod's service account and the
-address of the cluster's service.
+The agent reaches the API server as in its DaemonSet: by the files of a pod's service account and the address of the
+cluster's service.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ _RUNS = itertools.count()
 
 
 class ClaimPod(Pod):
-    """A pod with claims. What the kubelet could not prepare it tries again after 10 s, or when the pod changes."""
+    """A pod with claims. The kubelet repeats a failed preparation after 10 s, or when the pod changes."""
 
     def wait_running(self, timeout: float = 120.0) -> Pod:
-        """Wait until all its containers run; each time the kubelet could not prepare its claims it is made to retry."""
+        """Wait until all containers of the pod run; after each failed preparation, change the pod for a retry."""
         seen = 0
         deadline = time.monotonic() + timeout
         while True:
@@ -59,7 +59,7 @@ class ClaimPod(Pod):
                     seen = self.retry(seen)
 
     def retry(self, seen: int = 0) -> int:
-        """Change the pod if there were more failures to prepare than were seen before; return how many there were."""
+        """Change the pod if it had more than `seen` failures to prepare; return the number of failures."""
         failures = sum(e.get("count") or 1 for e in self.events() if e.get("reason") == "FailedPrepareDynamicResources")
         if failures > seen:
             self.cluster.api.patch("pod", self.name, {"metadata": {"annotations": {"retry": str(failures)}}})
@@ -67,7 +67,7 @@ class ClaimPod(Pod):
 
 
 class Bridge:
-    """A `dra-bridge run` process, its config file, and what tests ask of it."""
+    """A `dra-bridge run` process with its config file, and queries of its state for tests."""
 
     def __init__(
         self,
@@ -104,11 +104,11 @@ class Bridge:
         claim_status: bool = False,
         node_status: bool = True,
     ) -> Iterator[Self]:
-        """Install and start it; at the end all pods and claims go first, then the agent.
+        """Install and start the agent; at the end delete all pods, then end the agent.
 
-        script: an author's own agent with the same resources and drivers, in place of the config.
-        claim_status: whether it writes the status of claims, and has the right to.
-        node_status: whether it has the right to write the node's status.
+        script: a Python program that is an agent with the same resources and drivers, in place of the config.
+        claim_status: whether the agent writes the status of claims, and has this right.
+        node_status: whether the agent has the right to write the Node's status.
         """
         directory = Path(tempfile.mkdtemp(dir=isolate.DEVICES))
         bridge = cls(cluster, directory, resources, script, claim_status=claim_status, node_status=node_status)
@@ -123,7 +123,7 @@ class Bridge:
             finally:
                 bridge.stop_former()
                 bridge.stop()
-                # The next test is not to take what this one left in the node's status for its own.
+                # Otherwise the next test could mistake this test's allocatable in the Node's status for its own.
                 with contextlib.suppress(ClusterError):
                     names = [str(resource["name"]) for resource in bridge.resources]
                     cluster.wait_for(lambda: not any(map(cluster.allocatable, names)), 20.0, "nothing is allocatable")
@@ -134,11 +134,11 @@ class Bridge:
 
     @property
     def drivers(self) -> list[str]:
-        """The drivers' names."""
+        """The names of the config's drivers."""
         return sorted({str(resource["driver"]) for resource in self.resources if "driver" in resource})
 
     def _is_ending(self, namespace: str) -> bool:
-        """Return whether the namespace of an agent before is being deleted, with the Lease in it."""
+        """Return whether the namespace of a former agent, with its Lease, is still being deleted."""
         try:
             return "deletionTimestamp" in self.cluster.api.get("Namespace", namespace)["metadata"]
         except ApiError as error:
@@ -147,7 +147,7 @@ class Bridge:
             return False
 
     def _install(self) -> None:
-        """Apply the manifests, all but the DaemonSet (there is no image), and lay its service account's files out."""
+        """Apply the manifests without the DaemonSet, and write the files of the agent's service account."""
         text = self.config.read_text()
         how = Deployment(
             version=self.version, extended_resource=self.cluster.minor >= 34, claim_status=self.claim_status
@@ -171,36 +171,36 @@ class Bridge:
         self.renew_token()
 
     def renew_token(self, seconds: int = 3600) -> None:
-        """Give the agent a token that is bound to this node as it is now; one of a Node that is gone is refused."""
+        """Write a new token, bound to the current Node object; a token of a deleted Node object is refused."""
         how = Deployment()
         token = self.cluster.service_account_token(how.name, how.namespace, ("Node", self.cluster.node_name), seconds)
         (SERVICE_ACCOUNT / "token").write_text(token)
 
     @property
     def version(self) -> Literal["v1", "v1beta2", "v1beta1"]:
-        """The version of resource.k8s.io that this cluster is used in."""
+        """The version of resource.k8s.io that the agent and the tests use on this cluster."""
         if self.cluster.minor >= 34:
             return "v1"
         return "v1beta2" if self.cluster.minor == 33 else "v1beta1"
 
     @property
     def api_version(self) -> str:
-        """The same with its group."""
+        """The group resource.k8s.io with this version."""
         return f"resource.k8s.io/{self.version}"
 
     def write(self) -> None:
-        """Write the config file as `resources` says."""
+        """Write the config file with `resources`."""
         new = self.config.with_suffix(".new")
         new.write_text(json.dumps({"resources": self.resources}))
         new.replace(self.config)
 
     def share(self, share: str | int, resource: int = 0) -> None:
-        """Ask for another share by the config file."""
+        """Write the config file with another share of a resource."""
         self.resources[resource] = {**self.resources[resource], "dra": {"share": share}}
         self.write()
 
     def command(self) -> list[str]:
-        """Return what is run."""
+        """Return the first part of the agent's command line."""
         if self.script is not None:
             return [sys.executable, str(self.script)]
         return [sys.executable, "-m", "dra_bridge", "run", "--config", str(self.config), *ANY_CONFIG]
@@ -219,13 +219,13 @@ class Bridge:
             )
 
     def start_another(self) -> None:
-        """Start a second agent beside the one that runs, as a rolling update does; `stop_former` ends the first."""
+        """Start a second agent beside the running one, as a rolling update does; `stop_former` ends the first."""
         assert self.process is not None
         self.former.append(self.process)
         self.start()
 
     def stop_former(self) -> None:
-        """End the agents that another one was started beside."""
+        """End all agents except the one that was started last."""
         while self.former:
             process = self.former.pop()
             process.terminate()
@@ -239,19 +239,19 @@ class Bridge:
             process.wait(20)
 
     def kill(self) -> None:
-        """End it as a crash does."""
+        """Kill the agent, as a crash does."""
         self.stop(signal.SIGKILL)
 
     def log(self) -> str:
-        """Return what it has said since its last start."""
+        """Return the agent's log since its last start."""
         return self._logs[-1].read_text(errors="replace")
 
     def logs(self) -> str:
-        """Return what it has said at all."""
+        """Return the logs of all starts of the agent."""
         return "".join(log.read_text(errors="replace") for log in self._logs)
 
     def call(self, method: Literal["Prepare", "Unprepare"], name: str, uid: str) -> str:
-        """Call the driver as the kubelet does, for one claim; return the error of its answer, "" if there is none."""
+        """Call the driver as the kubelet does, for one claim; return the error in the response, or "" without one."""
         wire, stub = (v1, v1_grpc) if self.cluster.minor >= 34 else (v1beta1, v1beta1_grpc)
         (driver,) = self.drivers
         (socket,) = PLUGINS_REGISTRY.glob(f"{driver}-*")
@@ -262,30 +262,30 @@ class Bridge:
         return str(answer.claims[uid].error)
 
     def rss(self) -> int:
-        """Return its resident memory in KiB."""
+        """Return the agent's resident memory in KiB."""
         assert self.process is not None
         status = Path(f"/proc/{self.process.pid}/status").read_text()
         return int(status.split("VmRSS:")[1].split()[0])
 
-    # What is seen from outside.
+    # State that other clients see.
 
     def wait_registered(self, *, resources: bool = True) -> None:
-        """Wait until the kubelet has taken the registrations of drivers and resources.
+        """Wait until the kubelet has accepted the registrations of drivers and resources.
 
-        Until then it refuses pods by limits, whatever the Node still says of a former agent's devices. resources: false
-        where another process serves these.
+        Until then the kubelet refuses pods with limits, even if the Node still has a former agent's devices. resources:
+        False if another process serves the resources.
         """
         lines = [f"driver {driver} is registered with the kubelet" for driver in self.drivers]
         lines += [f"{resource['name']}: the kubelet listens" for resource in self.resources if resources]
         for line in lines:
             self.cluster.wait_for(
                 lambda line=line: line in self.log(),  # type: ignore[misc]
-                120.0,  # a start takes a second, and much longer on a machine whose cores others use
+                120.0,  # a start takes a second, and much longer on a busy machine
                 line,
             )
 
     def lease(self) -> Object:
-        """Return the node's Lease; an object without annotations before there is one."""
+        """Return the agent's Lease for the node; an object without annotations if there is no Lease yet."""
         try:
             return self.cluster.api.get("Lease", self.cluster.node_name, Deployment().namespace)
         except ApiError as error:
@@ -294,12 +294,12 @@ class Bridge:
             return {"metadata": {}}
 
     def report(self, driver: str | None = None) -> Object:
-        """Return what the node's Lease says of a driver; nothing before it does."""
+        """Return the report on a driver in the node's Lease; an empty object if there is no report yet."""
         text = (self.lease()["metadata"].get("annotations") or {}).get(f"{driver or self.drivers[0]}/handover")
         return dict(json.loads(text)) if text else {}
 
     def wait_reported(self) -> None:
-        """Wait until the agent reports of each driver; of one that adopts it does so once the plugin has registered."""
+        """Wait until the agent reports on each driver, except drivers of adopted plugins, which may register later."""
         adopting = {one.get("driver") for one in self.resources if any("plugin" in of for of in one.get("devices", ()))}
         for driver in set(self.drivers) - adopting:
             self.cluster.wait_for(lambda driver=driver: self.report(driver), 30.0, f"{driver} is reported")  # type: ignore[misc]
@@ -322,7 +322,7 @@ class Bridge:
         }
 
     def wait_offered(self, count: int, driver: str | None = None, timeout: float = 30.0) -> dict[str, Object]:
-        """Wait until the slices offer so many devices without a taint."""
+        """Wait until the slices have exactly `count` devices without a taint; return all devices in the slices."""
 
         def right() -> bool:
             return sum(not device.get("taints") for device in self.offered(driver).values()) == count
@@ -333,7 +333,7 @@ class Bridge:
     def claim_spec(
         self, *requests: Object, constraints: Sequence[Object] = (), config: Sequence[Object] = ()
     ) -> Object:
-        """Return a claim's spec; each request as v1 has it (`exactly`, `firstAvailable`), fitted to the version."""
+        """Return a claim's spec for this cluster's version; requests are those of v1 (`exactly`, `firstAvailable`)."""
         fitted = []
         for request in requests:
             exactly = request.get("exactly")
@@ -349,12 +349,12 @@ class Bridge:
         return {"devices": devices}
 
     def one(self, name: str = "one", *, resource: str | None = None, **exactly: Any) -> Object:
-        """Return a request for one device, or as `exactly` says."""
+        """Return a request for one device; `exactly` adds or replaces fields."""
         device_class = self.classes[resource or str(self.resources[0]["name"])]
         return {"name": name, "exactly": {"deviceClassName": device_class, **exactly}}
 
     def claim(self, name: str, *requests: Object, **more: Any) -> Object:
-        """Make a ResourceClaim."""
+        """Create a ResourceClaim, by default with a request for one device."""
         body = {
             "apiVersion": self.api_version,
             "kind": "ResourceClaim",
@@ -365,7 +365,7 @@ class Bridge:
         return made
 
     def template(self, name: str, *requests: Object, **more: Any) -> None:
-        """Make a ResourceClaimTemplate."""
+        """Create a ResourceClaimTemplate, by default with a request for one device."""
         body = {
             "apiVersion": self.api_version,
             "kind": "ResourceClaimTemplate",
@@ -375,21 +375,21 @@ class Bridge:
         self.cluster.api.apply(body)
 
     def get_claim(self, name: str) -> Object:
-        """Return a claim as it is now."""
+        """Return the current object of a claim."""
         return self.cluster.api.get("ResourceClaim", name, api_version=self.api_version)
 
     def allocated(self, name: str) -> list[str]:
-        """Return the devices that a claim's allocation names."""
+        """Return the names of the devices in a claim's allocation."""
         status = self.get_claim(name).get("status") or {}
         results = ((status.get("allocation") or {}).get("devices") or {}).get("results") or []
         return [result["device"] for result in results]
 
     def pod(self, name: str, claims: Mapping[str, Any], **more: Any) -> ClaimPod:
-        """Start a pod with claims: by the pod's name for it, a claim's name or a template."""
+        """Start a pod with claims. claims: by the pod's name for a claim, the claim's name or its template."""
         return ClaimPod(self.cluster, self.cluster.start_pod(name, claims=claims, **more).object)
 
     def wait_event(self, pod: Pod, words: str, timeout: float = 30.0) -> str:
-        """Wait for an event of a pod with these words in it; return its message."""
+        """Wait for an Event about a pod with these words in the message; return the message."""
 
         def found() -> str:
             return next((str(e["message"]) for e in pod.events() if words in str(e.get("message"))), "")
@@ -404,7 +404,7 @@ def env_of(pod: Pod, container: str | None = None) -> dict[str, str]:
 
 
 def seconds_until(cluster: Cluster, predicate: Any, timeout: float, what: str) -> float:
-    """Wait, and return how long it took."""
+    """Wait until the predicate is true; return the seconds that this took."""
     began = time.monotonic()
     cluster.wait_for(predicate, timeout, what)
     return time.monotonic() - began

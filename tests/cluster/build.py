@@ -1,28 +1,29 @@
 """Build the programs of a real Kubernetes node from their Go modules.
 
-``ensure(version)`` returns the paths of kube-apiserver, kube-controller-manager, kube-scheduler, kubelet and kubectl of
-that Kubernetes version and of the one etcd and containerd that serve all of them, and builds first what is missing::
+``ensure(version)`` builds missing programs, and returns the paths of kube-apiserver, kube-controller-manager,
+kube-scheduler, kubelet and kubectl of a Kubernetes version, and of etcd and containerd, which have one version for
+all versions of Kubernetes::
 
-    python -m tests.cluster.build              # the default version, and the one that a node is upgraded from
+    python -m tests.cluster.build              # the default version, and the version that a node is upgraded from
     python -m tests.cluster.build 1.32.2 1.35.4
-    python -m tests.cluster.build default      # one of the two; former is the other one
-    python -m tests.cluster.build helm         # what tests of the chart run; actionlint
+    python -m tests.cluster.build default      # the default version only; `former`: only the version before an upgrade
+    python -m tests.cluster.build helm         # a program of TOOLS: helm or actionlint
 
-``ensure_peer(name)`` does the same for a driver or plugin of others that the agent is compared with (``PEERS``),
-and ``ensure_tool(name)`` for programs that tests of files run (``TOOLS``).
+``ensure_peer(name)`` does the same for another project's driver or plugin with which the agent is compared (``PEERS``),
+and ``ensure_tool(name)`` for programs that check files of this repository (``TOOLS``).
 
-Everything comes as ordinary Go modules, so a Go tool chain and a module proxy are all it takes. The cache lies outside
-the work tree, in ``$XDG_CACHE_HOME/deviceplugin-cluster`` (``~/.cache`` when unset): ``<kubernetes version>/bin``,
-``etcd-<version>/bin``, ``containerd-<version>/bin`` and so on. Each of these directories appears by one rename after
-its last program is there, so a build that was killed never looks complete; a lock per directory keeps two runs from
-building the same thing twice. A cold build of one version takes 5 to 10 minutes on two cores.
+All sources are Go modules, so that a build needs only a Go tool chain and a module proxy. The cache is outside the work
+tree, in ``$XDG_CACHE_HOME/deviceplugin-cluster`` (by default in ``~/.cache``): ``<kubernetes version>/bin``,
+``etcd-<version>/bin``, ``containerd-<version>/bin`` and so on. Each of these directories is renamed into its place when
+it is complete, so that a killed build leaves no incomplete directory. A lock for each directory prevents that two runs
+build the same directory. A cold build of one version takes 5 to 10 minutes on two cores.
 
-The agents' image needs Debian's packages of its release and wheels from PyPI as well (``ensure_python``).
+The agents' image also needs packages of its Debian release and wheels from PyPI (``ensure_python``).
 
-How Kubernetes builds as a module: its ``go.mod`` names its staging modules (``k8s.io/api`` and so on) as ``v0.0.0`` and
-replaces them by directories, and a replace of a dependency does not count. The generated main module therefore replaces
-each of them by its published module, ``v0.<minor>.<patch>`` of the same release. ``k8s.io/utils``,
-``k8s.io/kube-openapi`` and others with real versions stay as they are.
+Kubernetes as a module: its ``go.mod`` names its staging modules (``k8s.io/api`` and so on) as ``v0.0.0`` and replaces
+them by directories, but Go ignores replacements in a dependency. So the generated main module replaces each staging
+module by its published module, ``v0.<minor>.<patch>`` of the same release. Modules with real versions, such as
+``k8s.io/utils`` and ``k8s.io/kube-openapi``, stay unchanged.
 """
 
 from __future__ import annotations
@@ -45,15 +46,15 @@ from pathlib import Path
 
 DEFAULT_VERSION = "1.37.2"
 FORMER_VERSION = "1.36.3"
-"""What a node is upgraded from, and back to, in the tests."""
+"""The version from which tests upgrade a node, and to which they downgrade it again."""
 ETCD_VERSION = "3.6.8"
-# 2.3.0 comes up without its CRI plugin unless mkfs.erofs is installed; the 1.6 of Debian 12 knows no CDI.
+# 2.3.0 starts without its CRI plugin unless mkfs.erofs is installed; 1.6 of Debian 12 does not support CDI.
 CONTAINERD_VERSION = "2.1.5"
 
 KUBERNETES_PROGRAMS = ("kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubectl", "kubelet")
 CONTAINERD_PROGRAMS = ("containerd", "containerd-shim-runc-v2", "ctr")
 PEER_PROGRAMS = "PEER_PROGRAMS"
-"""The variable that names a directory of finished programs, for peers that are no Go modules here."""
+"""The environment variable with a directory of built programs, for peers that are not available as Go modules."""
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 DEBIAN_KEYS = "/usr/share/keyrings/debian-archive-keyring.gpg"
@@ -62,12 +63,12 @@ CNI_PLUGINS = ("ptp", "host-local", "loopback")
 
 
 class BuildError(Exception):
-    """Something that the cluster needs is missing and could not be made."""
+    """A program or package that the cluster needs is missing and could not be built or installed."""
 
 
 @dataclass(frozen=True)
 class Binaries:
-    """Where the programs of one Kubernetes version lie."""
+    """The directories of the programs of one Kubernetes version."""
 
     version: str
     kubernetes: Path
@@ -80,11 +81,11 @@ class Binaries:
 
     @property
     def minor(self) -> int:
-        """The 37 of 1.37.2."""
+        """The minor version, such as 37 for 1.37.2."""
         return int(self.version.split(".")[1])
 
     def path(self, program: str) -> str:
-        """The path of a program, whichever of the directories has it."""
+        """Return the path of a program in one of the directories."""
         for directory in (self.kubernetes, self.etcd, self.containerd):
             if (directory / program).exists():
                 return str(directory / program)
@@ -93,7 +94,7 @@ class Binaries:
 
 @dataclass(frozen=True)
 class Peer:
-    """A Go program of others: its package, and the version of its module."""
+    """A Go program of another project: its module with a version, and its package in the module."""
 
     module: str
     version: str
@@ -111,12 +112,12 @@ PEERS = {
         "v0.0.0-20260409131346-179b1fee5dcb",
     ),
 }
-"""What the agent is compared with, by the program's name."""
+"""The programs with which the agent is compared, by name."""
 
 
 @dataclass(frozen=True)
 class Tool:
-    """A Go program that reads files of this repository. stamps: values of its variables, by their full names."""
+    """A Go program that reads files of this repository. stamps: values for variables of the program, by full name."""
 
     package: str
     version: str
@@ -130,7 +131,7 @@ TOOLS = {
         "3.22.0",
         {
             "helm.sh/helm/v3/internal/version.version": "v3.22.0",
-            # The version that `helm template` and `helm lint` take the cluster to have.
+            # The Kubernetes version that `helm template` and `helm lint` assume.
             **{
                 f"helm.sh/helm/v3/pkg/{package}.k8sVersion{part}": value
                 for package in ("chartutil", "lint/rules")
@@ -139,16 +140,16 @@ TOOLS = {
         },
     ),
 }
-"""By the program's name."""
+"""The programs that check files of this repository, by name."""
 
 
 def default_version() -> str:
-    """The Kubernetes version asked for by KUBERNETES_VERSION, with or without a leading v."""
+    """Return the version in KUBERNETES_VERSION, which may have a leading v; DEFAULT_VERSION if it is not set."""
     return (os.environ.get("KUBERNETES_VERSION") or DEFAULT_VERSION).removeprefix("v")
 
 
 def cache_directory() -> Path:
-    """The directory that keeps what was built, shared by all work trees of a user."""
+    """Return the directory of the built programs, which all work trees of a user share."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(base) / "deviceplugin-cluster"
 
@@ -158,7 +159,7 @@ def _say(text: str) -> None:
 
 
 def run(command: Sequence[str], cwd: Path, **environment: str) -> str:
-    """Run a command and return what it printed; its whole output is in the error when it fails."""
+    """Run a command and return its output. Raises BuildError with the end of the output if the command fails."""
     done = subprocess.run(
         command,
         cwd=cwd,
@@ -176,7 +177,7 @@ def run(command: Sequence[str], cwd: Path, **environment: str) -> str:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock; it goes with the process, whatever ends it."""
+    """Hold an exclusive lock on a file; the kernel releases the lock at the latest when the process ends."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "w") as handle:
         try:
@@ -188,7 +189,7 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def built(name: str, programs: Sequence[str], make: Callable[[Path, Path], None]) -> Path:
-    """Return ``<cache>/<name>/bin``, made by ``make(work, bin)`` when it is not there yet."""
+    """Return ``<cache>/<name>/bin``; if it does not exist, create it with ``make(work, bin)``."""
     cache = cache_directory()
     final = cache / name
     if final.is_dir():
@@ -198,7 +199,7 @@ def built(name: str, programs: Sequence[str], make: Callable[[Path, Path], None]
             return final / "bin"
         if shutil.which("go") is None:
             raise BuildError(f"{name} has to be built and there is no go in PATH: install Go 1.24 or newer")
-        for stale in cache.glob(f".{name}-*"):  # a killed build; nobody else works here under the lock
+        for stale in cache.glob(f".{name}-*"):  # left by killed builds: the lock excludes running builds
             shutil.rmtree(stale, ignore_errors=True)
         staging = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=cache))
         started = time.monotonic()
@@ -218,20 +219,20 @@ def built(name: str, programs: Sequence[str], make: Callable[[Path, Path], None]
 
 
 SAMPLE_PLUGIN = "sample-device-plugin"
-"""Kubernetes' own device plugin for its e2e tests, which tests adopt; it is built when it is asked for by this name."""
+"""Kubernetes' device plugin for its e2e tests, which tests adopt; it is built only on request by this name."""
 
 
 def sample_plugin() -> Path:
-    """Return where the sample plugin of the default version is, or would be."""
+    """Return the path of the sample plugin of the default version, which may not be built."""
     return cache_directory() / f"{SAMPLE_PLUGIN}-{default_version()}" / "bin" / SAMPLE_PLUGIN
 
 
 def kubernetes_go_mod(version: str, upstream: str, packages: Sequence[str]) -> str:
-    """The go.mod of a main module that builds these packages of a Kubernetes release.
+    """Return the go.mod of a main module that builds these packages of a Kubernetes release.
 
-    ``upstream`` is the release's own go.mod. Its requirements are taken over as they are, with the release's versions
-    of the staging modules, so that the programs get the dependencies that they were released with; so is its
-    ``godebug`` line, which counts in a main module only.
+    ``upstream`` is the release's own go.mod. The result has the same requirements, with the release's versions of the
+    staging modules, so that the programs get the dependencies of the release. It also has the ``godebug`` line, which
+    Go reads in a main module only.
     """
     minor, patch = version.split(".")[1:]
     module = f"v0.{minor}.{patch}"
@@ -240,7 +241,7 @@ def kubernetes_go_mod(version: str, upstream: str, packages: Sequence[str]) -> s
     go_line = re.search(r"^go (\d+)\.(\d+)(\S*)", upstream, re.MULTILINE)
     if not staging or go_line is None:
         raise BuildError(f"the go.mod of k8s.io/kubernetes {version} is not what this script knows:\n{upstream[:2000]}")
-    # tool lines are known from go 1.24 on
+    # Go has tool lines since 1.24
     language = go_line.group(0) if (int(go_line.group(1)), int(go_line.group(2))) >= (1, 24) else "go 1.24"
     godebug = re.findall(r"^godebug .*$", upstream, re.MULTILINE)
     lines = ["module deviceplugin-cluster", "", language, "", *godebug, ""]
@@ -257,7 +258,7 @@ def _make_kubernetes(version: str, packages: Sequence[str]) -> Callable[[Path, P
         got = json.loads(run(["go", "mod", "download", "-json", f"k8s.io/kubernetes@v{version}"], work))
         (work / "go.mod").write_text(kubernetes_go_mod(version, Path(got["GoMod"]).read_text(), packages))
         run(["go", "mod", "tidy"], work)
-        # Without these a program calls itself v0.0.0-master, and so does the node's kubeletVersion.
+        # Without these values, programs and the Node's kubeletVersion report v0.0.0-master.
         major, minor = version.split(".")[:2]
         stamps = {"gitVersion": f"v{version}", "gitMajor": major, "gitMinor": minor, "gitTreeState": "archive"}
         flags = ["-s", "-w"] + [
@@ -275,7 +276,7 @@ def _make_kubernetes(version: str, packages: Sequence[str]) -> Callable[[Path, P
 
 
 def _make_etcd(work: Path, into: Path) -> None:
-    # The root package of the module is the main package, and `go install` would call it "server".
+    # The module's root package is the main package; `go install` would name the program "server".
     (work / "go.mod").write_text("module scratch\n\ngo 1.24\n")
     run(["go", "get", "-tool", f"go.etcd.io/etcd/server/v3@v{ETCD_VERSION}"], work)
     run(
@@ -311,13 +312,13 @@ def _make_tool(program: str, tool: Tool) -> Callable[[Path, Path], None]:
 
 
 def ensure_tool(program: str) -> Path:
-    """Return the path of one of TOOLS, built as needed. Raises BuildError: it cannot be had."""
+    """Return the path of a program of TOOLS, built if it is missing. Raises BuildError if it cannot be built."""
     tool = TOOLS[program]
     return built(f"{program}-{tool.version}", (program,), _make_tool(program, tool)) / program
 
 
 def image_base() -> tuple[str, str]:
-    """Return the Python and the Debian release of the agents' image, 3.13 and trixie, say."""
+    """Return the versions of Python and Debian in the agents' image, such as 3.13 and trixie."""
     found = re.search(r"^FROM python:([\d.]+)-slim-(\w+)@", (EXAMPLES / "Dockerfile").read_text(), re.MULTILINE)
     if found is None:
         raise BuildError("examples/Dockerfile does not name a base image with its Python and Debian release")
@@ -341,7 +342,7 @@ def _make_python(version: str, release: str) -> Callable[[Path, Path], None]:
         apt = ["apt-get", *(f"-o{option}={work / name}" for option, name in places.items())]
         apt += ["-oDir::Etc::SourceParts=/dev/null", "-oDir::Cache::pkgcache=", "-oDir::Cache::srcpkgcache="]
         run([*apt, "update"], work)
-        # bash and libc-bin have ldd, by which tree.py finds libraries.
+        # tree.py finds libraries with ldd, a bash script in libc-bin.
         packages = [f"python{version}-minimal", f"libpython{version}-stdlib", "bash", "libc-bin", "libstdc++6"]
         run([*apt, "install", "-y", "--download-only", "--no-install-recommends", *packages], work)
         for archive in sorted((work / "archives").glob("*.deb")):
@@ -352,12 +353,12 @@ def _make_python(version: str, release: str) -> Callable[[Path, Path], None]:
 
 
 def locked_packages() -> str:
-    """Return a name for what the agents' image has from PyPI; another one for other versions."""
+    """Return a hash of the agents' image's requirements.txt, for the name of the cache's directory."""
     return hashlib.sha256((EXAMPLES / "image" / "requirements.txt").read_bytes()).hexdigest()[:10]
 
 
 def install_locked(version: str, into: Path) -> list[str]:
-    """Return the command that installs what the agents' image has from PyPI, for a version of Python."""
+    """Return the pip command that installs the PyPI packages of the agents' image, for a version of Python."""
     machine = platform.machine()
     fits = [f"--platform=manylinux{glibc}_{machine}" for glibc in ("_2_28", "_2_17", "2014")]
     fits += [f"--abi={abi}" for abi in (f"cp{version.replace('.', '')}", "abi3", "none")]
@@ -367,9 +368,9 @@ def install_locked(version: str, into: Path) -> list[str]:
 
 
 def ensure_python() -> Path:
-    """Return the root of a file system with the agents' image's Python, and in /site what its lock names.
+    """Return the root of a file system with the Python of the agents' image, and in /site the locked PyPI packages.
 
-    It is made of the Debian release's packages, for the base image itself cannot be pulled where the tests run.
+    The file system is made from packages of the Debian release, because the tests cannot pull the base image.
     """
     version, release = image_base()
     return built(f"python-{version}-{locked_packages()}", (f"usr/bin/python{version}",), _make_python(version, release))
@@ -393,7 +394,7 @@ def _make_peer(program: str, peer: Peer) -> Callable[[Path, Path], None]:
 
 
 def ensure_peer(program: str) -> Path:
-    """Return the path of one of PEERS, built as needed. Raises BuildError: it cannot be had."""
+    """Return the path of a program of PEERS, built if it is missing. Raises BuildError if it cannot be built."""
     finished = Path(os.environ.get(PEER_PROGRAMS, "")) / program
     if PEER_PROGRAMS in os.environ and os.access(finished, os.X_OK):
         return finished
@@ -402,7 +403,7 @@ def ensure_peer(program: str) -> Path:
 
 
 def _is_static(program: str) -> bool:
-    """Whether a program runs in an image that has nothing else: a 64 bit ELF file without an interpreter."""
+    """Return whether a program can run without any other file: a 64 bit ELF file without an interpreter."""
     try:
         data = Path(program).read_bytes()
     except OSError:
@@ -417,13 +418,13 @@ def _is_static(program: str) -> bool:
 
 
 def find_busybox() -> str | None:
-    """A statically linked busybox, for the image that the pods run."""
+    """Return the path of a statically linked busybox for the pods' image; None if there is none."""
     found = shutil.which("busybox")
     return found if found and _is_static(found) else None
 
 
 def find_cni() -> Path | None:
-    """The directory that has the CNI plugins."""
+    """Return the directory with the CNI plugins; None if there is none."""
     for directory in CNI_DIRECTORIES:
         if all(os.access(os.path.join(directory, plugin), os.X_OK) for plugin in CNI_PLUGINS):
             return Path(directory)
@@ -431,9 +432,9 @@ def find_cni() -> Path | None:
 
 
 def missing_packages() -> list[str]:
-    """The Debian packages whose programs are not here.
+    """Return the Debian packages whose programs are missing.
 
-    A runc built without the ``seccomp`` tag refuses the default profile of containerd, so runc comes from Debian.
+    runc is Debian's, because a runc built without the ``seccomp`` tag refuses containerd's default profile.
     """
     wanted = {
         "runc": shutil.which("runc"),
@@ -450,11 +451,11 @@ def missing_packages() -> list[str]:
 
 
 QUIETLY = {"DEBIAN_FRONTEND": "noninteractive", "RUNLEVEL": "1"}
-"""No questions, and no service is started: Debian's prometheus would be, and only its programs are wanted."""
+"""Environment for apt-get: it asks no questions and starts no services, such as Debian's prometheus."""
 
 
 def ensure_packages(find_missing: Callable[[], list[str]] = missing_packages) -> None:
-    """Install the missing Debian packages when that can be done, else say what to install."""
+    """Install the missing Debian packages. Raises BuildError with the needed command if this is not possible."""
     missing = find_missing()
     if not missing:
         return
@@ -475,12 +476,12 @@ def ensure_packages(find_missing: Callable[[], list[str]] = missing_packages) ->
 
 
 def is_built(version: str) -> bool:
-    """Return whether the programs of a Kubernetes version are there: inside the isolation nothing can be fetched."""
+    """Return whether the programs of a Kubernetes version are built; inside the isolation no build is possible."""
     return all((cache_directory() / version / "bin" / program).exists() for program in KUBERNETES_PROGRAMS)
 
 
 def wait_built(version: str, seconds: float) -> None:
-    """Wait until another process has built a Kubernetes version. Raises BuildError: it is not there after so long."""
+    """Wait until another process has built a Kubernetes version. Raises BuildError after this many seconds."""
     deadline = time.monotonic() + seconds
     while not is_built(version):
         if time.monotonic() > deadline:
@@ -489,7 +490,7 @@ def wait_built(version: str, seconds: float) -> None:
 
 
 def ensure(version: str | None = None) -> Binaries:
-    """Return the programs of a Kubernetes version (see ``default_version``), built and installed as needed."""
+    """Return the programs of a Kubernetes version (default: ``default_version``); build and install missing ones."""
     version = (version or default_version()).removeprefix("v")
     if not re.fullmatch(r"1\.\d+\.\d+", version):
         raise BuildError(f"{version!r} is no Kubernetes version like {DEFAULT_VERSION}")
@@ -506,7 +507,7 @@ def ensure(version: str | None = None) -> Binaries:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Build the given versions and tools, one after another."""
+    """Build the given versions and tools, one after another; return the exit status."""
     try:
         named = {"default": default_version(), "former": FORMER_VERSION}
         both = (DEFAULT_VERSION, FORMER_VERSION)

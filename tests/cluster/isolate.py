@@ -1,30 +1,29 @@
-"""Run a command where a whole Kubernetes node can live and leaves nothing behind.
+"""Run a command in namespaces in which a complete Kubernetes node can run, without changes to the host.
 
-``python -m tests.cluster.isolate COMMAND...`` runs the command in mount, network and pid namespaces of its own:
+``python -m tests.cluster.isolate COMMAND...`` runs the command in its own mount, network and pid namespaces:
 
-* Every place that a node writes to is an empty tmpfs there (``HIDDEN``). The device plugin directory is
-  ``/var/lib/kubelet/device-plugins`` whatever the kubelet's ``--root-dir`` says, so without a mount namespace a test
-  would need, and harm, the kubelet that the machine may have. Everything else (the work tree, virtual environments,
-  caches) is as on the host.
-* ``STATE`` is where the harness keeps its own things. ``DEVICES`` is for the tests: a tmpfs on which device nodes work.
+* Each directory that a node writes to is an empty tmpfs (``HIDDEN``). The device plugin directory is always
+  ``/var/lib/kubelet/device-plugins``, whatever the kubelet's ``--root-dir`` is, so that without a mount namespace tests
+  would disturb a kubelet of the machine. All other files (the work tree, virtual environments, caches) are the host's.
+* ``STATE`` has the harness's own files. ``DEVICES`` is for the tests: a tmpfs on which device nodes work.
 * ``/dev`` is a copy: tests plug in devices there, and pods that mount it leave files in it.
-* The node has the addresses ``NODE_IP`` and ``SERVICE_IP`` and a default route, because the kube-apiserver refuses to
-  start without one; the route leads nowhere. Names that are not in its ``/etc/hosts`` fail at once: with a name server
-  that does not answer a node takes half a minute to come up. All ports are free.
-* The kernel settings that a kubelet changes (``SETTINGS``) and the boot id (``BOOT_ID``) are files there; the host's
-  stay as they are.
-* The kubelet gets a cgroup of its own, see ``cgroup``.
+* The node has the addresses ``NODE_IP`` and ``SERVICE_IP``. It has a default route, without which kube-apiserver does
+  not start; the route leads nowhere. A lookup of a name that is not in ``/etc/hosts`` fails at once: with a name server
+  that does not answer, a node takes 30 s to start. All ports are free.
+* The kernel settings that a kubelet changes (``SETTINGS``) and the boot id (``BOOT_ID``) are replaced by files, so that
+  the host's values do not change.
+* The kubelet has its own cgroup (see ``cgroup``).
 
-How it ends. The command's exit status is that of the run. Its end is the end of the first process of the pid namespace,
-with which the kernel kills all others, and with them go the mounts and the network. The first process also ends when
-the outer process does, of which it learns by a pipe, so SIGKILL of the outer process has the same effect. Cgroups are
-the one thing that the kernel keeps; a reaper outside of the namespaces, which no signal to the process group reaches,
-removes them after both have ended. Should that be killed too, the next run removes what the dead run left: a run holds
-a lock on a file in ``RUNS`` as long as any of its three processes lives.
+The end of a run: the run's exit status is the command's. When the command ends, the first process of the pid namespace
+ends; then the kernel kills all other processes of the namespace, and removes the mounts and the network. The first
+process also ends when the outer process ends, which it notices by a pipe, so that SIGKILL of the outer process has the
+same effect. Only the cgroups stay: a reaper process outside of the namespaces and of the process group removes the
+cgroups after both processes have ended. If the reaper is killed too, the next run removes the cgroups: a run holds a
+lock on a file in ``RUNS`` while any of its three processes runs.
 
-What stays on the host are the empty directories that the tmpfs are mounted on, where there were none.
+Empty directories that are created as mount points stay on the host.
 
-The commands run as root. Two runs can go on at the same time.
+The commands run as root. Two runs can run at the same time.
 """
 
 from __future__ import annotations
@@ -65,11 +64,11 @@ HIDDEN = (
     Path("/etc/cdi"),
     Path("/run/cdi"),
     Path("/run/netns"),
-    # containerd's shims keep their sockets here whatever its configuration says
+    # containerd's shims always have their sockets here, whatever containerd's configuration is
     Path("/run/containerd"),
 )
 
-# What the kubelet sets to the values that it wants (pkg/kubelet/cm/container_manager_linux.go, setupKernelTunables).
+# Kernel settings that the kubelet changes (pkg/kubelet/cm/container_manager_linux.go, setupKernelTunables).
 SETTINGS = (
     "vm/overcommit_memory",
     "vm/panic_on_oom",
@@ -80,32 +79,32 @@ SETTINGS = (
 )
 
 BOOT_ID = STATE / "etc" / "kernel.random.boot_id"
-"""What processes outside of containers read as /proc/sys/kernel/random/boot_id. For a reboot tests write another."""
+"""The file mounted over /proc/sys/kernel/random/boot_id outside of containers; for a reboot, tests write a new id."""
 
 _PREFIX = "deviceplugin-cluster-"
 _ENVIRONMENT = "DEVICEPLUGIN_CLUSTER_RUN"
-_GRACE = 30.0  # seconds that the command has to end after the outer process was told to
+_GRACE = 30.0  # seconds in which the command must end after the outer process got a signal
 
 
 def inside() -> bool:
-    """Whether this process runs isolated."""
+    """Return whether this process runs isolated."""
     return bool(os.environ.get(_ENVIRONMENT)) and os.path.ismount(STATE) and os.path.ismount("/var/lib/kubelet")
 
 
 def cgroup() -> str:
-    """The cgroup that the kubelet of this run has for itself, as its ``cgroupRoot`` wants it."""
+    """Return the cgroup of this run's kubelet, in the form of the kubelet's ``cgroupRoot``."""
     return "/" + os.environ[_ENVIRONMENT]
 
 
 POD_CGROUPS = BASE / "cgroup"
-"""A cgroup file system that shows the pods of this run alone, for agents that run in no pod and could not tell."""
+"""A cgroup file system with only this run's pods, for agents outside of pods, which see all of the host's cgroups."""
 
 
 # --- cgroups ---------------------------------------------------------------------------------------------------------
 
 
 def cgroup_hierarchies() -> list[Path]:
-    """Where the cgroup hierarchies are mounted: one with cgroup v2, one for each controller with v1."""
+    """Return the mount points of the cgroup hierarchies: one with cgroup v2, one for each controller with v1."""
     found: dict[str, Path] = {}
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         head, _, tail = line.partition(" - ")
@@ -123,14 +122,14 @@ def _make_cgroup(name: str) -> None:
                 with contextlib.suppress(OSError):
                     (hierarchy / "cgroup.subtree_control").write_text(f"+{controller}")
         (hierarchy / name).mkdir()
-        for setting in ("cpuset.mems", "cpuset.cpus"):  # a new cpuset of v1 has neither, and takes no process
+        for setting in ("cpuset.mems", "cpuset.cpus"):  # while they are empty, a cpuset of v1 accepts no process
             if (hierarchy / setting).exists() and (hierarchy / name / setting).exists():
                 with contextlib.suppress(OSError):
                     (hierarchy / name / setting).write_text((hierarchy / setting).read_text())
 
 
 def cgroup_directories(name: str) -> Iterator[Path]:
-    """The directories of a cgroup and all below it, in all hierarchies, the deepest first."""
+    """Yield the directories of a cgroup and of all cgroups below it, in all hierarchies, the deepest first."""
     for hierarchy in cgroup_hierarchies():
         for directory, _, _ in os.walk(hierarchy / name, topdown=False):
             yield Path(directory)
@@ -149,7 +148,7 @@ def kill_cgroup(name: str) -> None:
 
 
 def remove_cgroup(name: str, timeout: float = 30.0) -> bool:
-    """Kill what is in a cgroup and remove it with all below it; whether that succeeded in time."""
+    """Kill the processes of a cgroup, and remove it with all cgroups below it; return whether it is gone in time."""
     deadline = time.monotonic() + timeout
     while True:
         kill_cgroup(name)
@@ -167,7 +166,7 @@ def remove_cgroup(name: str, timeout: float = 30.0) -> bool:
 
 
 def _begin_run() -> tuple[str, int]:
-    """Make the name and the cgroup of a new run; the lock that says that it lives is the returned descriptor."""
+    """Create the name and the cgroup of a new run; return the name and a descriptor with the run's lock."""
     RUNS.mkdir(parents=True, exist_ok=True)
     while True:
         name = f"{_PREFIX}{os.getpid()}-{secrets.token_hex(4)}"
@@ -189,7 +188,7 @@ def _remove_run(name: str) -> None:
 
 
 def remove_dead_runs() -> None:
-    """Remove what runs left that ended together with their reaper."""
+    """Remove the cgroups of runs that ended together with their reaper."""
     if not RUNS.is_dir():
         return
     for path in RUNS.iterdir():
@@ -197,12 +196,12 @@ def remove_dead_runs() -> None:
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                continue  # alive
+                continue  # the run is not dead
             _remove_run(path.name)
 
 
 def _reap(name: str, pipe: int) -> None:
-    """The reaper: wait until nobody has the other end of the pipe any more, then remove what the run left."""
+    """The reaper: wait until all processes have closed the other end of the pipe, then remove the run's cgroups."""
     while os.read(pipe, 1):
         pass
     _remove_run(name)
@@ -224,7 +223,7 @@ def _ip(*arguments: str) -> None:
 
 
 def _set_up() -> None:
-    """Lay out the namespaces that this process is in."""
+    """Set up mounts, cgroups, devices and network in this process's namespaces."""
     _mount("--make-rprivate", "/")
     for path in HIDDEN:
         path.mkdir(parents=True, exist_ok=True)
@@ -250,12 +249,12 @@ def _set_up() -> None:
     (POD_CGROUPS / hierarchy.name).mkdir(parents=True, exist_ok=True)
     _mount("--bind", f"{hierarchy}{cgroup()}", str(POD_CGROUPS / hierarchy.name))
     _copy_dev()
-    # As on a real node: without it a volume with mountPropagation is refused.
+    # As on a real node: otherwise the kubelet refuses volumes with mountPropagation.
     _mount("--make-rshared", "/")
 
     _ip("link", "set", "lo", "up")
     _ip("addr", "add", f"{SERVICE_IP}/32", "dev", "lo")
-    # Both ends are in this namespace; a kernel without the dummy device has veth as a rule.
+    # veth with both ends in this namespace, because some kernels lack the dummy device.
     _ip("link", "add", "uplink0", "type", "veth", "peer", "name", "uplink1")
     _ip("link", "set", "uplink1", "up")
     _ip("addr", "add", f"{NODE_IP}/24", "dev", "uplink0")
@@ -264,7 +263,7 @@ def _set_up() -> None:
 
 
 def _copy_dev() -> None:
-    """Put a tmpfs with the same devices in the place of /dev; what is mounted below it is mounted there as well."""
+    """Replace /dev by a tmpfs with the same devices and the same mounts."""
     copy = STATE / "dev"
     copy.mkdir()
     _mount("-t", "tmpfs", "-o", "mode=0755,dev", "tmpfs", str(copy))
@@ -294,9 +293,9 @@ def _copy_dev() -> None:
 
 
 def _first_process(control: int, command: Sequence[str]) -> None:
-    """Be the first process of the pid namespace: run the command, bury orphans, end with the outer process.
+    """The first process of the pid namespace: run the command, reap orphans, and end when the outer process ends.
 
-    ``control`` brings the numbers of signals for the command, one byte each, and ends with the outer process.
+    ``control`` is a pipe from the outer process. Each byte is the number of a signal for the command.
     """
     for number in (signal.SIGINT, signal.SIGQUIT):  # the terminal sends these to the command as well
         signal.signal(number, signal.SIG_IGN)
@@ -323,7 +322,7 @@ def _first_process(control: int, command: Sequence[str]) -> None:
         pid, status = os.waitpid(-1, 0)
         if pid == process.pid:
             code = os.waitstatus_to_exitcode(status)
-            # The kernel kills what is left with this process.
+            # When this process ends, the kernel kills all others of the namespace.
             os._exit(code if code >= 0 else 128 - code)
 
 
@@ -336,7 +335,7 @@ def _default_signals() -> None:
 
 
 def run(command: Sequence[str]) -> int:
-    """Run a command isolated and return its exit status, 128 + n when signal n killed it."""
+    """Run a command isolated and return its exit status, or 128 + n if signal n has killed it."""
     if os.geteuid() != 0:
         raise SystemExit("isolate: namespaces, mounts and cgroups need root")
     unshare = shutil.which("unshare")
@@ -365,7 +364,7 @@ def run(command: Sequence[str]) -> int:
             signal.setitimer(signal.ITIMER_REAL, _GRACE)
 
     def too_late(_number: int, _frame: FrameType | None) -> None:
-        os.close(control_in)  # takes the first process down, and everything with it
+        os.close(control_in)  # ends the first process, and with it all processes of the namespace
 
     handlers = {number: signal.signal(number, forward) for number in (signal.SIGTERM, signal.SIGHUP)}
     handlers[signal.SIGALRM] = signal.signal(signal.SIGALRM, too_late)
@@ -394,7 +393,7 @@ def run(command: Sequence[str]) -> int:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Build what a cluster needs, where there is a network, and run the command."""
+    """Build missing programs while there is a network, and run the command isolated; return the exit status."""
     if not arguments or arguments[0] in ("-h", "--help"):
         print("usage: python -m tests.cluster.isolate COMMAND [ARGUMENT...]", file=sys.stderr)
         return 2
@@ -409,7 +408,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    # As a program by its path, with nothing but the standard library, it is the reaper or the first process.
+    # Started by path, without site packages, this file is the reaper or the first process.
     if sys.argv[1:2] == ["--reap"]:
         _reap(sys.argv[2], int(sys.argv[3]))
     elif sys.argv[1:2] == ["--first"]:

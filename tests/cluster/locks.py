@@ -1,9 +1,9 @@
-"""Who holds a device, as the kernel knows it: containers and agents lock one file per physical device.
+"""The holders of devices by kernel locks: containers and agents lock a file for each physical device.
 
-Each container of a test takes an exclusive lock (flock) on a file of the host for each device node that it sees, named
-after the node's device numbers, so that all names of one device meet on one file. A container that does not get the
-lock runs beside another holder: an overlap. The kernel releases the lock with the container's last process. What
-kubelet, API server and agent believe does not matter here.
+Each container of a test takes an exclusive lock (flock) on a file of the host for each device node that it sees. The
+file's name is made from the node's device numbers, so that all paths of a device have one file. A container that does
+not get the lock runs beside another holder: an overlap. The kernel releases the lock at the end of the container's last
+process. So the result does not depend on the state of kubelet, API server and agent.
 
 ``python -m tests.cluster.locks bridge|plugin ...`` is `dra-bridge run ...` or `deviceplugin run ...` with a `released`
 hook that tries the same lock: a call for a device whose lock is held is a failure too.
@@ -36,14 +36,14 @@ from tests.cluster import image, isolate
 Object = dict[str, Any]
 
 LOCKS = isolate.DEVICES / "locks"
-"""One file for each device, and `log`, to which containers and hooks append what happened to them."""
+"""The directory with a file for each device, and with `log`, to which containers and hooks append lines (`Note`)."""
 NODES = isolate.DEVICES / "held"
-"""Where tests make device nodes; containers look below it for theirs."""
+"""The directory of the tests' device nodes; containers search it for their device nodes."""
 MAJOR = 240
-"""For local use (Documentation/admin-guide/devices.txt of the kernel); nobody opens the nodes."""
+"""The nodes' major number, which is for local use (the kernel's admin-guide/devices.txt); no test opens the nodes."""
 
 _FLOCK = "/locks/bin/ld.so --library-path /locks/bin /locks/bin/flock"
-# $1: what SIGTERM does. The children hold the same locks; the kernel kills them with process 1.
+# $1: the shell's handler of SIGTERM. Child processes hold the same locks; the kernel kills them with process 1.
 _HOLD = f"""
 note() {{ read now rest < /proc/uptime; echo "$now $1 $2 $POD $POD_UID $CONTAINER" >> /locks/log; }}
 trap "$1" TERM
@@ -62,7 +62,7 @@ while :; do sleep 2147483647 & wait $!; done
 
 
 def prepare() -> None:
-    """Make the directories anew, with the programs that containers need; busybox has no flock."""
+    """Create empty directories, with the program flock for containers, because busybox has none."""
     for directory in (LOCKS, NODES):
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir(parents=True)
@@ -77,7 +77,7 @@ def prepare() -> None:
 
 
 def make_node(path: Path, minor: int) -> str:
-    """Make a device node of its own numbers; return the key of its lock."""
+    """Create a device node with this minor number; return the key of its lock."""
     path.parent.mkdir(parents=True, exist_ok=True)
     os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(MAJOR, minor))
     return key_of(path)
@@ -112,7 +112,7 @@ def notes() -> list[Note]:
 
 @dataclass(frozen=True)
 class Holder:
-    """A process that has the lock of a device: the first one of a container."""
+    """The first process of a container, which has the lock of a device."""
 
     key: str
     pod: str
@@ -122,7 +122,7 @@ class Holder:
 
 
 def holders() -> list[Holder]:
-    """Return who has which lock, by the kernel's own list of each process's locks."""
+    """Return the holders of all locks, by the kernel's list of each process's locks."""
     found = []
     for pid, environment in containers():
         with contextlib.suppress(OSError):
@@ -169,7 +169,7 @@ def container(
     ignores_term: bool = False,
     **more: Any,
 ) -> Object:
-    """Return a container that locks its devices and waits. SIGTERM ends it with status 0, or is ignored."""
+    """Return a container that locks its devices and waits. It ends with status 0 on SIGTERM, unless ignores_term."""
     return {
         "name": name,
         "image": image.IMAGE,
@@ -192,7 +192,7 @@ def container(
 def pod(
     name: str, *main: Object, claims: Mapping[str, Object] | None = None, namespace: str = "default", **spec: Any
 ) -> Object:
-    """Return a pod's manifest. claims: where the claims of its containers come from, by name."""
+    """Return a pod's manifest. claims: the source of each claim (a claim's or a template's name), by its name."""
     entries = [{"name": claim, **source} for claim, source in (claims or {}).items()]
     return {
         "apiVersion": "v1",
@@ -217,7 +217,7 @@ def pod(
 def flooded(socket: Path, per_second: float = 250.0) -> Iterator[list[int]]:
     """Call PodResources List more often than the kubelet allows all clients together (100 per second).
 
-    Yields the counts of calls that were answered and refused, which go on growing.
+    Yields a list with the numbers of answered and of refused calls, which grow until the end of the context.
     """
     counts = [0, 0]
     over = threading.Event()
@@ -246,12 +246,12 @@ def flooded(socket: Path, per_second: float = 250.0) -> Iterator[list[int]]:
 
 
 def break_released(how: str, times: int) -> None:
-    """Have the next calls of `released` fail. how: "raises", or "hangs" until `mend_released`."""
+    """Make the next `times` calls of `released` fail. how: "raises", or "hangs", which lasts until `mend_released`."""
     (LOCKS / "broken").write_text(f"{how} {times}")
 
 
 def mend_released() -> None:
-    """Let `released` succeed."""
+    """End the failures of `released`."""
     (LOCKS / "broken").unlink()
 
 
@@ -272,7 +272,7 @@ def _fail_as_asked(devices: Sequence[Device]) -> None:
 
 
 def record_released(devices: Sequence[Device]) -> None:
-    """Try the lock of each device, as an author's wipe needs it for itself, and write down whether it was free."""
+    """Try the lock of each device, and log whether it was free: a hook that wipes a device needs it exclusively."""
     _fail_as_asked(devices)
     for device in devices:
         for node in device.container_edits.device_nodes:
@@ -291,7 +291,7 @@ def record_released(devices: Sequence[Device]) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Be an agent whose sources have the hook."""
+    """Run an agent whose sources have the `released` hook."""
     from deviceplugin import sources
     from deviceplugin.cli import main as run_plugin
     from dra_bridge.cli import main as run_bridge

@@ -1,19 +1,19 @@
-"""A whole one-node Kubernetes cluster of real programs: ``Cluster`` starts and stops it, ``Pod`` is one pod on it.
+"""A one-node Kubernetes cluster of real programs: ``Cluster`` starts and stops the cluster, ``Pod`` is one of its pods.
 
-It only runs inside ``tests.cluster.isolate``. etcd, kube-apiserver, kube-controller-manager, kube-scheduler, containerd
-and the kubelet are child processes with one log file each in ``Cluster.logs``, on the host, where they outlive the run.
-Authorization is ``Node,RBAC`` with the NodeRestriction admission plugin, as on a cluster that kubeadm makes; the
-kubelet has the rights of ``system:node:node1`` and nothing more.
+A cluster only runs inside ``tests.cluster.isolate``. etcd, kube-apiserver, kube-controller-manager, kube-scheduler,
+containerd and the kubelet are child processes. Each has a log file in ``Cluster.logs``, on the host, where the files
+stay after the run. Authorization is ``Node,RBAC`` with the NodeRestriction admission plugin, as in kubeadm's clusters;
+the kubelet has only the rights of ``system:node:node1``, and may read all claims.
 
-Where it differs from a cluster of others:
+Differences from an ordinary cluster:
 
 * There is no kube-proxy and no DNS. The API server has the address of the ``kubernetes`` service itself and listens on
-  port 443, so clients in pods that use the in-cluster configuration work.
-* The kubelet updates its node status every second and not every 10 (``nodeStatusUpdateFrequency``), so what a device
-  plugin advertises is in ``allocatable`` sooner. It looks at each pod every 10 to 15 s and not every 60 to 90
-  (``syncFrequency``): so long a pod waits whose claims could not be prepared, and a volume whose ConfigMap changed.
+  port 443, so that clients in pods can use the in-cluster configuration.
+* The kubelet updates its node status every second instead of every 10 s (``nodeStatusUpdateFrequency``), so that
+  ``allocatable`` has a device plugin's devices sooner. It synchronises each pod every 10 to 15 s instead of every 60 to
+  90 s (``syncFrequency``), for example a pod whose claims could not be prepared, or a volume of a changed ConfigMap.
 * The kubelet's own port needs no authentication.
-* Images cannot be pulled; pods run ``image.IMAGE``, a busybox, and what ``Cluster.import_image`` brings.
+* Images cannot be pulled: pods run ``image.IMAGE``, a busybox, or images of ``Cluster.import_image``.
 """
 
 from __future__ import annotations
@@ -50,17 +50,18 @@ PLUGINS_REGISTRY = KUBELET_DIRECTORY / "plugins_registry"
 PLUGINS = KUBELET_DIRECTORY / "plugins"
 LEDGER = PLUGINS / "dra-bridge" / "register.db"
 COPIES = Path("/var/run/cdi/deviceplugin/allocations")
-"""The copies of agents' allocations."""
+"""The directory with the copies of agents' allocations."""
 POD_RESOURCES_SOCKET = KUBELET_DIRECTORY / "pod-resources" / "kubelet.sock"
 
 COMPONENTS = ("etcd", "containerd", "kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubelet")
 
-# Feature gates that are on in a Cluster, and the minor version that brought each, from pkg/features/kube_features.go of
-# 1.32.2 to 1.37.1. A server without a gate refuses to start when it is named; with the gate off it drops the feature's
-# fields without an error. On by default since: DynamicResourceAllocation 1.34, DRAPrioritizedList and DRAAdminAccess
-# 1.34, DRAResourceClaimDeviceStatus 1.33, DRAConsumableCapacity, DRADeviceBindingConditions, DRADeviceTaints,
-# DRAExtendedResource and DRAPartitionableDevices 1.36, DRADeviceTaintRules 1.37. In 1.33 and 1.34 DeviceTaintRules come
-# with DRADeviceTaints. KubeletPodResourcesDynamicResources and KubeletPodResourcesGet are to go after 1.37.
+# Feature gates that are on in a Cluster, each with the minor version that introduced it, from
+# pkg/features/kube_features.go of 1.32.2 to 1.37.1. A server that does not know a named gate refuses to start; a server
+# with a gate off drops the feature's fields without an error. On by default since: DynamicResourceAllocation 1.34,
+# DRAPrioritizedList and DRAAdminAccess 1.34, DRAResourceClaimDeviceStatus 1.33, DRAConsumableCapacity,
+# DRADeviceBindingConditions, DRADeviceTaints, DRAExtendedResource and DRAPartitionableDevices 1.36, DRADeviceTaintRules
+# 1.37. In 1.33 and 1.34 the gate of DeviceTaintRules is DRADeviceTaints. KubeletPodResourcesDynamicResources and
+# KubeletPodResourcesGet are to be removed after 1.37.
 FEATURE_GATES = {
     "DynamicResourceAllocation": 26,
     "KubeletPodResourcesDynamicResources": 27,
@@ -76,7 +77,7 @@ FEATURE_GATES = {
     "DRAExtendedResource": 34,
     "DRADeviceTaintRules": 35,
 }
-# API versions of DRA that are not served by default (v1 is, since 1.34), and the minor version that brought each.
+# API versions of DRA that are not served by default (v1 is, since 1.34), with the minor version that introduced each.
 RUNTIME_CONFIG = {"resource.k8s.io/v1alpha3": 31, "resource.k8s.io/v1beta1": 32, "resource.k8s.io/v1beta2": 33}
 
 _API_PORT = 443
@@ -86,18 +87,18 @@ _counter = itertools.count(1)
 
 
 class ClusterError(Exception):
-    """The cluster does not do what it should."""
+    """An operation on the cluster has failed."""
 
 
 class ClusterTimeout(ClusterError, TimeoutError):  # noqa: N818
-    """Something did not happen in time."""
+    """A condition was not true in time."""
 
 
 class ExecError(ClusterError):
     """A command in a container failed."""
 
     def __init__(self, argv: Sequence[str], code: int, stdout: str, stderr: str) -> None:
-        """Keep what the command left."""
+        """Store the command's exit status and output."""
         super().__init__(f"{list(argv)} ended with {code}: {stderr.strip()} {stdout.strip()}")
         self.code = code
         self.stdout = stdout
@@ -105,9 +106,10 @@ class ExecError(ClusterError):
 
 
 KNOWN_PANIC = "devicemanager.(*podDevices).removeContainerAllocatedResources"
-"""In the stack of a kubelet 1.36 that starts a container anew, after a restart, while it admits another pod.
+"""A function in the stack of a panic of kubelet 1.36, which restarts a container while it admits another pod.
 
-Both run ManagerImpl.Allocate, and one removes the other's entry of devicesToReuse (devicemanager/manager.go).
+Both operations call ManagerImpl.Allocate, and one removes the other's entry in devicesToReuse
+(devicemanager/manager.go).
 """
 
 
@@ -115,7 +117,7 @@ class Component:
     """One program of the cluster as a child process that appends to one log file."""
 
     def __init__(self, name: str, argv: Sequence[str], log: Path, directory: Path, path: str = "") -> None:
-        """Start nothing yet. ``path`` is put in front of PATH."""
+        """Store the options; the process is not started. ``path`` is put in front of PATH."""
         self.name = name
         self.argv = list(argv)
         self.log = log
@@ -125,7 +127,7 @@ class Component:
 
     @property
     def running(self) -> bool:
-        """Whether the process is there."""
+        """Whether the process runs."""
         return self.process is not None and self.process.poll() is None
 
     @property
@@ -145,7 +147,7 @@ class Component:
         with open(self.log, "ab") as log:
             log.write(f"--- {' '.join(self.argv)}\n".encode())
             log.flush()
-            # Ctrl-C is for the tests, not for the cluster.
+            # A session of its own: Ctrl-C must end the tests, not the cluster.
             self.process = subprocess.Popen(
                 self.argv,
                 stdin=subprocess.DEVNULL,
@@ -157,7 +159,7 @@ class Component:
             )
 
     def stop(self, number: signal.Signals = signal.SIGTERM, timeout: float = 20.0) -> None:
-        """End the process by a signal, and by SIGKILL when it is still there after the timeout."""
+        """End the process by a signal, and by SIGKILL if it still runs after the timeout."""
         if self.process is None:
             return
         process, self.process = self.process, None
@@ -170,7 +172,7 @@ class Component:
                 process.wait()
 
     def tail(self, lines: int = 15) -> str:
-        """Name the log and quote its end."""
+        """Return the log's path and last lines, for error messages."""
         try:
             text = self.log.read_text(errors="replace")
         except OSError:
@@ -184,7 +186,7 @@ class Cluster:
 
     ``feature_gates`` and ``runtime_config`` add to ``FEATURE_GATES`` and ``RUNTIME_CONFIG`` or override them;
     ``kubelet_config`` is merged into the kubelet's configuration file and may be changed between two starts of the
-    kubelet. There can be one started Cluster at a time in a run of ``isolate``, any number one after another.
+    kubelet. In a run of ``isolate`` only one Cluster can be started at a time.
     """
 
     def __init__(
@@ -195,14 +197,15 @@ class Cluster:
         runtime_config: Mapping[str, bool] | None = None,
         kubelet_config: Mapping[str, Any] | None = None,
     ) -> None:
-        """Start nothing yet. Programs of ``version`` that are missing are built, for which there is no network inside
-        the isolation: use ``python -m tests.cluster.build`` before.
+        """Store the options, and build missing programs of ``version``. The cluster is not started.
+
+        Inside the isolation there is no network for a build: run ``python -m tests.cluster.build`` before.
         """
         self.binaries = build.ensure(version)
         self.version = self.binaries.version
         self.minor = self.binaries.minor
         self.imported: set[Path] = set()
-        """Archives whose images containerd has."""
+        """The archives whose images were imported into containerd."""
         self.node_name = isolate.NODE_NAME
         self.node_ip = isolate.NODE_IP
         self.directory = isolate.STATE / "cluster"
@@ -213,7 +216,7 @@ class Cluster:
         self.runtime_config.update(runtime_config or {})
         self.kubelet_config: dict[str, Any] = dict(kubelet_config or {})
         self.started_in = 0.0
-        """Seconds that start() took."""
+        """The duration of start() in seconds."""
         base = Path(os.environ.get("CLUSTER_LOGS") or _REPOSITORY / ".cluster-logs")
         run = os.environ.get("DEVICEPLUGIN_CLUSTER_RUN", "").rpartition("-")[2]
         self.logs = base / f"{time.strftime('%Y%m%d-%H%M%S')}-{run}-{next(_counter)}"
@@ -234,7 +237,7 @@ class Cluster:
 
     @property
     def api(self) -> Api:
-        """The client of the API server with all rights."""
+        """The client of the API server, with all rights."""
         if self._api is None:
             raise ClusterError("the cluster is not started")
         return self._api
@@ -242,7 +245,7 @@ class Cluster:
     # --- start and stop ---
 
     def start(self, timeout: float = 120.0) -> None:
-        """Start everything and wait until the first pod can run."""
+        """Start all components and wait until pods can run."""
         started = time.monotonic()
         self.lay_out()
         try:
@@ -259,7 +262,7 @@ class Cluster:
         self.started_in = time.monotonic() - started
 
     def lay_out(self) -> None:
-        """Make the directories, certificates and configuration files of a cluster that is to be started."""
+        """Create the cluster's directories, certificates and configuration files, before its start."""
         if not isolate.inside():
             raise ClusterError("a Cluster runs inside `python -m tests.cluster.isolate` only")
         _wipe()
@@ -274,7 +277,7 @@ class Cluster:
         self.start_kubelet(timeout)
 
     def stop(self) -> None:
-        """End all of it at once, containers included, and remove what it left, but the logs."""
+        """Kill all components and containers, and remove all their files except the logs."""
         for name in reversed(COMPONENTS):
             if name in self.components:
                 self.components[name].stop(signal.SIGKILL)
@@ -288,11 +291,11 @@ class Cluster:
             _wipe()
 
     def _write_files(self) -> None:
-        """Write certificates and configuration files and make the components."""
+        """Write certificates and configuration files, and create the Component objects."""
         directory = self.directory
         pki = directory / "pki"
         pki.mkdir()
-        # What is not said here openssl would take from its own configuration, which differs between systems.
+        # openssl would take missing settings from its own configuration, which differs between systems.
         (pki / "openssl.cnf").write_text(
             "[req]\ndistinguished_name=name\nprompt=no\n[name]\n[ca]\nbasicConstraints=critical,CA:TRUE\n"
             "keyUsage=critical,keyCertSign,cRLSign\nsubjectKeyIdentifier=hash\n"
@@ -363,7 +366,7 @@ class Cluster:
             f"--root-ca-file={pki}/ca.crt",
             "--use-service-account-credentials",
             "--leader-elect=false",
-            # with the default, 20 a second, it takes 4 s to begin
+            # with the default, 20 requests a second, its start takes 4 s
             "--kube-api-qps=300",
             "--kube-api-burst=600",
             "--secure-port=0",
@@ -388,11 +391,11 @@ class Cluster:
 
     def _component(self, name: str, *arguments: str) -> None:
         argv = [self.binaries.path(name), *arguments]
-        path = str(self.binaries.containerd) if name == "containerd" else ""  # it looks for its shim in PATH
+        path = str(self.binaries.containerd) if name == "containerd" else ""  # containerd finds its shim by PATH
         self.components[name] = Component(name, argv, self.logs / f"{name}.log", self.directory, path)
 
     def _certificate(self, name: str, subject: str, kind: str) -> None:
-        """Make ``<name>.key`` and ``<name>.crt``, by the cluster's certificate authority unless it is that itself."""
+        """Write ``<name>.key`` and ``<name>.crt``, signed by the cluster's authority, or by itself if kind is "ca"."""
         pki = self.directory / "pki"
         authority = [] if kind == "ca" else ["-CA", f"{pki}/ca.crt", "-CAkey", f"{pki}/ca.key"]
         curve = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "30"]
@@ -418,7 +421,7 @@ class Cluster:
         path.chmod(0o600)
 
     def kubelet_configuration(self) -> dict[str, Any]:
-        """Return the kubelet's configuration, without what a test asks for."""
+        """Return the kubelet's configuration, without a test's ``kubelet_config``."""
         return {
             "apiVersion": "kubelet.config.k8s.io/v1beta1",
             "kind": "KubeletConfiguration",
@@ -431,7 +434,7 @@ class Cluster:
             "failSwapOn": False,
             "enforceNodeAllocatable": [],
             "localStorageCapacityIsolation": False,
-            # 0 is refused; these are as good as never
+            # 0 is refused; these thresholds are practically never reached
             "evictionHard": {"memory.available": "1Mi", "nodefs.available": "0.1%", "imagefs.available": "0.1%"},
             "featureGates": self.feature_gates,
             "nodeStatusUpdateFrequency": "1s",
@@ -452,7 +455,7 @@ class Cluster:
         self.import_image(archive, timeout)
 
     def import_image(self, archive: Path, timeout: float = 60.0) -> None:
-        """Let pods run the images of an archive that ``tests.cluster.image`` wrote."""
+        """Import the images of an archive of ``tests.cluster.image`` into containerd, so that pods can run them."""
 
         def imported() -> bool:
             done = self._ctr("images", "import", str(archive))
@@ -463,7 +466,7 @@ class Cluster:
         self.wait_for(imported, timeout, "containerd takes an image", log="containerd")
 
     def tag_image(self, name: str, other: str) -> None:
-        """Let pods run an image under another name as well."""
+        """Give an image in containerd an additional name."""
         done = self._ctr("images", "tag", "--force", name, other)
         if done.returncode != 0:
             raise ClusterError(f"ctr images tag: {done.stderr.strip()}")
@@ -482,11 +485,11 @@ class Cluster:
         self.wait_for(usable, timeout, "the node is Ready and there is a default ServiceAccount", log="kubelet")
 
     def _let_kubelets_read_claims(self) -> None:
-        """Let every kubelet read every claim.
+        """Give all kubelets the right to read all claims.
 
-        The node authorizer learns from a watch which claims belong to a node's pods. On a busy machine it is behind
-        the kubelet's own watch now and then, refuses the kubelet's GET ("no relationship found between node and this
-        object"), and the pod is tried again a minute and a half later. It costs tests minutes and shows nothing.
+        The node authorizer learns from a watch which claims belong to a node's pods. On a busy machine this watch is
+        sometimes behind the kubelet's own watch: the authorizer refuses the kubelet's GET ("no relationship found
+        between node and this object"), and the kubelet tries the pod again 90 s later. Tests would only lose minutes.
         """
         rule = {"apiGroups": ["resource.k8s.io"], "resources": ["resourceclaims"], "verbs": ["get"]}
         metadata = {"name": "kubelets-read-claims"}
@@ -512,12 +515,12 @@ class Cluster:
         self.wait_for(lambda: self.api.raw("GET", "/readyz")[0] == 200, timeout, "ready", log="kube-apiserver")
 
     def stop_apiserver(self) -> None:
-        """End the kube-apiserver at once, as in a crash, and leave it ended."""
+        """Kill the kube-apiserver, as in a crash."""
         self.components["kube-apiserver"].stop(signal.SIGKILL)
 
     def start_kubelet(self, timeout: float = 60.0) -> None:
-        """Start the kubelet and wait until it answers and takes device plugins."""
-        with contextlib.suppress(FileNotFoundError):  # the kubelet removes it too, a little later
+        """Start the kubelet, and wait until it answers and has its socket for device plugins."""
+        with contextlib.suppress(FileNotFoundError):  # the kubelet would remove the old socket only later
             (DEVICE_PLUGINS / "kubelet.sock").unlink()
         self._write_kubelet_config()
         self.components["kubelet"].start()
@@ -528,26 +531,27 @@ class Cluster:
         self.wait_for(answers, timeout, "the kubelet answers", log="kubelet")
 
     def stop_kubelet(self) -> None:
-        """End the kubelet by SIGTERM and leave it ended; the containers run on."""
+        """End the kubelet by SIGTERM; the containers run on."""
         self.components["kubelet"].stop()
 
     def restart_kubelet(self, downtime: float = 0.0, *, reported: bool = False) -> None:
-        """Stop the kubelet, leave it away for so many seconds and start it again.
+        """Stop the kubelet, and start it again after ``downtime`` seconds.
 
-        What the node's status says is the former kubelet's until this one has written it; ``reported`` waits for that.
+        Until the new kubelet writes the Node's status, the status is the former kubelet's; ``reported`` waits for the
+        new status.
         """
         self.stop_kubelet()
         time.sleep(downtime)
         before = self._heartbeat() if reported else ""
-        if reported:  # a heartbeat has whole seconds, and one of this kubelet in the same second would be no other one
+        if reported:  # heartbeats have whole seconds: in the same second the new kubelet's would equal the former's
             self.wait_for(lambda: time.strftime("%FT%TZ", time.gmtime()) > before, 5.0, "the next second")
         self.start_kubelet()
-        # Kubelet 1.32 writes no status after its start until something has changed.
+        # Kubelet 1.32 writes no status after its start until a part of the status changes.
         if reported and self.minor >= 33:
             self.wait_for(lambda: self._heartbeat() != before, 30.0, "the kubelet writes the node's status")
 
     def wait_reported(self) -> None:
-        """Wait until the Node has what the kubelet counts now: a report that it was making may say what was before."""
+        """Wait for two reports of the kubelet: the first may have been prepared before this call."""
         for _ in range(2):
             before = self._heartbeat()
             self.wait_for(lambda before=before: self._heartbeat() != before, 30.0, "the kubelet reports")  # type: ignore[misc]
@@ -557,11 +561,11 @@ class Cluster:
         return str(ready["lastHeartbeatTime"])
 
     def kill(self, component: str) -> None:
-        """End a component (one of COMPONENTS) by SIGKILL and leave it ended."""
+        """End a component (one of COMPONENTS) by SIGKILL."""
         self.components[component].stop(signal.SIGKILL)
 
     def start_component(self, component: str) -> None:
-        """Start a component again that was killed; nothing is waited for but with kubelet and kube-apiserver."""
+        """Start a killed component again; for kubelet and kube-apiserver, also wait until the component is ready."""
         if component == "kubelet":
             self.start_kubelet()
         elif component == "kube-apiserver":
@@ -570,7 +574,7 @@ class Cluster:
             self.components[component].start()
 
     def switch(self, component: str, version: str) -> None:
-        """Run a component in another version of Kubernetes; ``version`` and ``minor`` are those of the API server."""
+        """Restart a component in another version; ``version`` and ``minor`` are always those of kube-apiserver."""
         binaries = build.ensure(version)
         self.components[component].stop()
         self.components[component].argv[0] = binaries.path(component)
@@ -583,11 +587,11 @@ class Cluster:
     def wait_for(
         self, predicate: Callable[[], T], timeout: float = 30.0, what: str = "", *, log: str | None = None
     ) -> T:
-        """Call the predicate until it is true and return its value: every 50 ms, ever more seldom, then every 200 ms.
+        """Call the predicate until its value is true, and return this value. The interval grows from 50 ms to 200 ms.
 
-        ApiError, OSError, ClusterError and KeyError (a field that is not there yet) count as not yet. ClusterTimeout
-        after ``timeout`` seconds, with the last such error and the end of the log of the component ``log``. When a
-        component ends that nobody stopped, that is the error, at once.
+        ApiError, OSError, ClusterError and KeyError (a missing field) count as false. Raises ClusterTimeout after
+        ``timeout`` seconds, with the last such error and the end of the log of the component ``log``. Raises
+        ClusterError at once if a component has ended without being stopped by a test.
         """
         began = time.monotonic()
         deadline = began + timeout
@@ -620,13 +624,13 @@ class Cluster:
     # --- objects, beside those of `api` ---
 
     def allow_admin_access(self) -> None:
-        """Let claims of the namespace `default` have administrative access."""
+        """Allow claims with administrative access in the namespace `default`."""
         label = "resource.kubernetes.io/admin-access" if self.minor >= 34 else "resource.k8s.io/admin-access"
         metadata = {"name": "default", "labels": {label: "true"}}
         self.api.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": metadata})
 
     def events(self, name: str, namespace: str = "default") -> Objects:
-        """The events about the object of that name, in no order."""
+        """Return the Events about objects of a name, in no order."""
         return self.api.list("Event", namespace, "v1", field_selector=f"involvedObject.name={name}")
 
     def kubectl(self, *arguments: str, check: bool = True) -> str:
@@ -636,7 +640,7 @@ class Cluster:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            env={**os.environ, "HOME": str(self.directory)},  # where it keeps its discovery cache
+            env={**os.environ, "HOME": str(self.directory)},  # kubectl keeps its discovery cache in HOME
         )
         if check and done.returncode != 0:
             raise ClusterError(f"kubectl {' '.join(arguments)} ended with {done.returncode}: {done.stderr.strip()}")
@@ -645,26 +649,26 @@ class Cluster:
     # --- the node ---
 
     def node(self) -> Object:
-        """The Node object."""
+        """Return the Node object."""
         return self.api.get("Node", self.node_name)
 
     def ready(self) -> bool:
-        """Whether the node is Ready."""
+        """Return whether the Node is Ready."""
         conditions = self.node()["status"].get("conditions", [])
         return any(condition["type"] == "Ready" and condition["status"] == "True" for condition in conditions)
 
     def allocatable(self, resource: str) -> int:
-        """How many of an extended resource pods can have on the node; 0 when the node does not name it."""
+        """Return the Node's allocatable number of an extended resource; 0 if the Node does not name the resource."""
         return int(self.node()["status"].get("allocatable", {}).get(resource, 0))
 
     def capacity(self, resource: str) -> int:
-        """How many of an extended resource the node has, healthy or not; 0 when the node does not name it."""
+        """Return the Node's capacity of an extended resource; 0 if the Node does not name the resource."""
         return int(self.node()["status"].get("capacity", {}).get(resource, 0))
 
     def healthy(self, resource: str) -> int | None:
-        """How many healthy devices of an extended resource the kubelet itself lists now; None if it does not answer.
+        """Return the number of a resource's healthy devices in the kubelet's own list; None if it does not answer.
 
-        The Node's status has a former plugin's devices until the kubelet has written the next one.
+        The Node's status has a former plugin's devices until the kubelet writes the next status.
         """
         with grpc.insecure_channel(
             f"unix:{POD_RESOURCES_SOCKET}", (("grpc.default_authority", "localhost"),)
@@ -677,7 +681,7 @@ class Cluster:
         return len({name for one in answer.devices if one.resource_name == resource for name in one.device_ids})
 
     def wait_allocatable(self, resource: str, count: int, timeout: float = 30.0) -> None:
-        """Wait until the kubelet lists exactly so many healthy devices, and the Node has as many."""
+        """Wait until the kubelet's list of healthy devices and the Node's allocatable both have exactly this count."""
         self.wait_for(
             lambda: self.healthy(resource) == count == self.allocatable(resource),
             timeout,
@@ -686,7 +690,7 @@ class Cluster:
         )
 
     def kubelet_get(self, path: str) -> tuple[int, str]:
-        """GET a path on the kubelet's own port."""
+        """Return status and body of a GET of a path on the kubelet's own port."""
         tls = ssl.create_default_context()
         tls.check_hostname = False
         tls.verify_mode = ssl.CERT_NONE  # the kubelet signed its certificate itself
@@ -701,14 +705,14 @@ class Cluster:
             connection.close()
 
     def metrics(self, path: str = "/metrics") -> str:
-        """The kubelet's metrics (or those at ``/metrics/resource`` and so on) as text."""
+        """Return the kubelet's metrics as text, by default those at ``/metrics``."""
         code, text = self.kubelet_get(path)
         if code != 200:
             raise ClusterError(f"kubelet {path}: {code} {text[:400]}")
         return text
 
     def metric(self, name: str, /, **labels: str) -> float:
-        """The sum of all series of a metric of the kubelet that have these labels; 0 when there is none."""
+        """Return the sum of all series of a kubelet's metric that have these labels; 0 without a series."""
         total = 0.0
         for line in self.metrics().splitlines():
             match = re.fullmatch(rf"{re.escape(name)}(?:\{{(.*)\}})? (\S+)(?: \d+)?", line)
@@ -721,7 +725,7 @@ class Cluster:
     # --- identities ---
 
     def kubeconfig_for(self, user: str, groups: Sequence[str] = ()) -> Path:
-        """Write a kubeconfig of any user name and groups, by a client certificate of the cluster's authority."""
+        """Write a kubeconfig for a user name and groups, with a client certificate of the cluster's authority."""
         parts = [*(("O", group) for group in groups), ("CN", user)]
         subject = "".join(f"/{key}=" + re.sub(r"([\\/+])", r"\\\1", value) for key, value in parts)
         name = f"user-{re.sub(r'[^A-Za-z0-9.-]', '-', user)}-{secrets.token_hex(4)}"
@@ -741,11 +745,11 @@ class Cluster:
         bound_to: tuple[str, str] | None = None,
         seconds: int = 3600,
     ) -> str:
-        """A token of a ServiceAccount.
+        """Return a token of a ServiceAccount.
 
         ``bound_to`` is ("Pod", name) or ("Node", name). The tokens that a kubelet puts into pods are bound to the pod
-        and thereby carry the node's name, which admission policies look at
-        (``authentication.kubernetes.io/node-name``); binding to the node is on by default since 1.32.
+        and so contain the node's name, which admission policies check (``authentication.kubernetes.io/node-name``);
+        binding to the node is on by default since 1.32.
         """
         spec: Object = {"expirationSeconds": seconds}
         if bound_to is not None:
@@ -759,13 +763,13 @@ class Cluster:
     def service_account_kubeconfig(
         self, name: str, namespace: str = "default", bound_to: tuple[str, str] | None = None
     ) -> Path:
-        """Write a kubeconfig with a token of a ServiceAccount, see ``service_account_token``."""
+        """Write a kubeconfig with a token of a ServiceAccount (see ``service_account_token``)."""
         path = self.directory / f"serviceaccount-{namespace}-{name}-{secrets.token_hex(4)}.kubeconfig"
         self._write_kubeconfig(path, {"token": self.service_account_token(name, namespace, bound_to)})
         return path
 
     def api_with_token(self, token: str) -> Api:
-        """A client with another identity."""
+        """Return a client of the API server with another token."""
         return Api("127.0.0.1", _API_PORT, token, str(self.directory / "pki" / "ca.crt"))
 
     # --- pods ---
@@ -783,12 +787,12 @@ class Cluster:
         container: Mapping[str, Any] | None = None,
         **spec: Any,
     ) -> Pod:
-        """Create a pod of one container, ``main``, and return it without waiting.
+        """Create a pod with one container, ``main``, and return it without waiting.
 
         ``claims`` maps names of the pod's resource claims to ``{"resourceClaimName": ...}`` or
-        ``{"resourceClaimTemplateName": ...}``; a plain string is the name of a ResourceClaim. The container gets all of
-        them. ``container`` is merged into the container and ``spec`` into the pod's spec. Without a command the
-        container waits, and ends at once when it is told to.
+        ``{"resourceClaimTemplateName": ...}``; a plain string is the name of a ResourceClaim. The container gets all
+        claims. ``container`` is merged into the container and ``spec`` into the pod's spec. Without a command the
+        container waits, and ends at once on SIGTERM.
         """
         entries = {
             key: {"resourceClaimName": value} if isinstance(value, str) else dict(value)
@@ -799,7 +803,7 @@ class Cluster:
             resources["limits"] = {key: str(value) for key, value in limits.items()}
         if entries:
             resources["claims"] = [{"name": key} for key in entries]
-        # A shell as process 1 gets no signal that it has no handler for.
+        # Without a handler, the kernel does not deliver SIGTERM to a shell that is process 1.
         waiting = ["/bin/sh", "-c", "trap 'exit 0' TERM; sleep 2147483647 & wait"]
         main: Object = {
             "name": "main",
@@ -823,24 +827,25 @@ class Cluster:
         return self.create_pod({"metadata": metadata, "spec": body}, namespace)
 
     def create_pod(self, manifest: Mapping[str, Any], namespace: str = "default") -> Pod:
-        """Create a pod from a whole manifest."""
+        """Create a pod from a complete manifest."""
         created = self.api.create({"apiVersion": "v1", "kind": "Pod", **manifest}, namespace)
         return Pod(self, created)
 
     def pod(self, name: str, namespace: str = "default") -> Pod:
-        """A pod that is there, as one that a Deployment made."""
+        """Return an existing pod, such as a Deployment's pod."""
         return Pod(self, self.api.get("Pod", name, namespace))
 
     def pods(self, namespace: str | None = None, label_selector: str = "") -> Pods:
-        """All pods, of all namespaces unless one is given."""
+        """Return all pods, of one namespace or of all namespaces."""
         return [Pod(self, found) for found in self.api.list("Pod", namespace, "v1", label_selector)]
 
     def clean(self, timeout: float = 60.0) -> None:
-        """Remove all workloads, pods, resource claims, device classes, slices and taint rules and wait until gone.
+        """Delete all workloads, pods, claims, device classes, slices and taint rules, and wait until they are gone.
 
-        The kubelet removes a pod's directory later than the pod. While it is there, agents withhold the pod's devices.
-        Extended resources leave the Node's status: a kubelet that has lost its checkpoint keeps those that it does not
-        know any more, with all their capacity allocatable (kubelet 1.36, nodestatus/setters.go, MachineInfo).
+        Also wait until the kubelet has removed the pods' directories: while a directory exists, agents withhold the
+        pod's devices. Remove the tests' extended resources from the Node's status, because a kubelet that has lost its
+        checkpoint keeps unknown resources there, with all their capacity allocatable (kubelet 1.36,
+        nodestatus/setters.go, MachineInfo).
         """
 
         def forget() -> object:
@@ -849,7 +854,7 @@ class Cluster:
             return self.api.patch("Node", self.node_name, status, subresource="status")
 
         self.wait_for(forget, timeout, "the Node has no extended resources")
-        for lease in self.api.list("Lease"):  # of agents: those of the cluster are in its own namespaces
+        for lease in self.api.list("Lease"):  # agents' Leases; the cluster's own are in namespaces kube-*
             if not lease["metadata"]["namespace"].startswith("kube-"):
                 self.api.delete("Lease", lease["metadata"]["name"], lease["metadata"]["namespace"])
 
@@ -862,14 +867,14 @@ class Cluster:
             return left
 
         self.wait_for(lambda: not (left := rest()) or _not_yet(left), timeout, "all is removed", log="kubelet")
-        for copy in COPIES.glob("*_*.json"):  # of agents without a name; no name of an agent has this character
+        for copy in COPIES.glob("*_*.json"):  # copies of agents without a name; an agent's name has no underscore
             copy.unlink()
 
     def end_pods(self, namespace: str, timeout: float = 60.0) -> None:
-        """Remove all workloads and pods of a namespace, and wait until gone; call it before the agent ends.
+        """Delete all workloads and pods of a namespace, and wait until they are gone. Call this before the agent ends.
 
-        Workloads must go too: else they replace the removed pods. If the agent has ended by then, the kubelet can not
-        unprepare the claims of these new pods, and keeps their directories.
+        Workloads that stay would replace the deleted pods. If the agent has ended by then, the kubelet cannot unprepare
+        the claims of the new pods, and keeps the pods' directories.
         """
 
         def rest() -> Sequence[str]:
@@ -878,7 +883,7 @@ class Cluster:
         self.wait_for(lambda: not (left := rest()) or _not_yet(left), timeout, "no pod is left", log="kubelet")
 
     def _delete(self, kinds: Sequence[str], namespace: str | None = None) -> list[str]:
-        """Delete all objects of these kinds; return which there were."""
+        """Delete all objects of these kinds; return the kinds and names of the objects that still existed."""
         left = []
         for kind in kinds:
             try:
@@ -897,7 +902,7 @@ class Cluster:
 
 
 def remove_ledger(agent: str = LEDGER.parent.name) -> None:
-    """Remove what an agent that has ended leaves: its directory, and the copy of its allocations."""
+    """Remove the directory of an ended agent, and the copy of its allocations."""
     shutil.rmtree(LEDGER.parent.with_name(agent), ignore_errors=True)
     (COPIES / f"{agent}.json").unlink(missing_ok=True)
 
@@ -906,14 +911,14 @@ Pods = list["Pod"]
 
 
 class PodFailed(ClusterError):  # noqa: N818
-    """A pod ended that should run."""
+    """A pod has ended although it should run."""
 
 
 class Pod:
-    """One pod; two of one name are told apart by their UIDs."""
+    """One pod, identified by its UID: a later pod of the same name is another pod."""
 
     def __init__(self, cluster: Cluster, created: Object) -> None:
-        """Remember which pod it is."""
+        """Store name, namespace and UID of the created pod."""
         self.cluster = cluster
         self.name: str = created["metadata"]["name"]
         self.namespace: str = created["metadata"]["namespace"]
@@ -921,12 +926,12 @@ class Pod:
         self._container_ids: dict[str | None, str] = {}
 
     def __repr__(self) -> str:
-        """Name it."""
+        """Return the class with the pod's namespace and name."""
         return f"Pod({self.namespace}/{self.name})"
 
     @property
     def object(self) -> Object:
-        """The Pod object as it is now; ApiError with code 404 when it is gone."""
+        """The current Pod object. Raises ApiError with code 404 if the pod is gone."""
         found = self.cluster.api.get("Pod", self.name, self.namespace, "v1")
         if found["metadata"]["uid"] != self.uid:
             raise ApiError(404, "NotFound", f"{self} is gone, there is another of its name")
@@ -934,7 +939,7 @@ class Pod:
 
     @property
     def status(self) -> Object:
-        """Its status as it is now."""
+        """The pod's current status."""
         status: Object = self.object["status"]
         return status
 
@@ -952,11 +957,11 @@ class Pod:
         raise ClusterError(f"{self} has no container {container or ''} yet".replace("  ", " "))
 
     def restarts(self, container: str | None = None) -> int:
-        """How often a container was restarted."""
+        """Return the number of restarts of a container."""
         return int(self._container_status(container)["restartCount"])
 
     def restart_container(self) -> None:
-        """End the first process of the pod's only container; wait until the container is ready again."""
+        """End the main process of the pod's only container, and wait until the container is ready again."""
         before = self.restarts()
         with contextlib.suppress(ExecError):  # The command may end with the container.
             self.exec(["kill", "1"])
@@ -968,7 +973,7 @@ class Pod:
         self.cluster.wait_for(restarted, 60.0, f"{self} restarts its container")
 
     def container_id(self, container: str | None = None) -> str:
-        """The id that containerd knows a container by; while the API server is away, the one it had before."""
+        """Return containerd's id of a container; while the API server is away, the last known id."""
         try:
             entry = self._container_status(container)
         except OSError:
@@ -979,7 +984,7 @@ class Pod:
         return self._container_ids[container]
 
     def explain(self) -> str:
-        """What an error message should say about it."""
+        """Return the pod's status and Events, for error messages."""
         try:
             status = self.status
             events = [f"    {event.get('reason')}: {event.get('message')}" for event in self.events()]
@@ -996,7 +1001,7 @@ class Pod:
             raise type(error)(f"{error}\n{self.explain()}") from None
 
     def wait_running(self, timeout: float = 120.0) -> Pod:
-        """Wait until all its containers run; PodFailed at once when it failed."""
+        """Wait until all containers of the pod run. Raises PodFailed at once if the pod has ended."""
 
         def running() -> bool:
             status = self.status
@@ -1010,22 +1015,22 @@ class Pod:
         return self
 
     def wait_phase(self, *phases: str, timeout: float = 30.0) -> str:
-        """Wait until its phase is one of these and return which."""
+        """Wait until the pod's phase is one of these phases, and return the phase."""
         return self._wait(lambda: (phase := self.phase) in phases and phase, timeout, f"is {phases}") or ""
 
     def unschedulable(self) -> str:
-        """Return why it fits nowhere; "" if the scheduler has not said so."""
+        """Return the scheduler's reason why the pod fits on no node; "" if the pod is not marked unschedulable."""
         for condition in self.status.get("conditions", []):
             if condition["type"] == "PodScheduled" and condition.get("reason") == "Unschedulable":
                 return str(condition.get("message") or "no reason")
         return ""
 
     def wait_unschedulable(self, timeout: float = 30.0) -> str:
-        """Wait until the scheduler has said that it fits nowhere, and return the reason that it gave."""
+        """Wait until the scheduler marks the pod as unschedulable, and return the scheduler's reason."""
         return self._wait(self.unschedulable, timeout, "is unschedulable")
 
     def gone(self) -> bool:
-        """Whether the API server has it no more."""
+        """Return whether the Pod object is gone from the API server."""
         try:
             return not self.object
         except ApiError as error:
@@ -1034,22 +1039,22 @@ class Pod:
             raise
 
     def wait_gone(self, timeout: float = 30.0) -> None:
-        """Wait until the API server has it no more, with a grace above 0 after the kubelet ended its containers."""
+        """Wait until the Pod object is gone; if deleted with a grace above 0, the containers have ended before."""
         self._wait(self.gone, timeout, "is gone")
 
     def delete(self, grace: int = 1) -> None:
-        """Delete it without waiting.
+        """Delete the pod without waiting.
 
-        The containers get SIGTERM, and SIGKILL after ``grace`` seconds. With 0 the API server forgets the pod at once,
-        while its containers run on and hold their devices for a while.
+        The containers get SIGTERM, and SIGKILL after ``grace`` seconds. With 0 the API server removes the Pod object at
+        once, while the containers run on and hold their devices for a while.
         """
         self.cluster.api.delete("Pod", self.name, self.namespace, "v1", grace)
 
     def exec(self, argv: Sequence[str], container: str | None = None, timeout: float = 30.0) -> str:
-        """Run a command in a running container and return what it printed; ExecError when it fails.
+        """Run a command in a running container and return the command's output. Raises ExecError if the command fails.
 
-        It is runc that runs it, in the container's namespaces and cgroups, with its environment: some 20 ms, where
-        kubectl takes 110, and it works while kubelet, containerd or API server are away.
+        runc runs the command in the container's namespaces and cgroups, with its environment. This takes 20 ms, kubectl
+        takes 110 ms; and it works while kubelet, containerd or API server are stopped.
         """
         command = ["runc", "--root", "/run/containerd/runc/k8s.io", "exec", self.container_id(container), *argv]
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout)
@@ -1058,7 +1063,7 @@ class Pod:
         return done.stdout
 
     def logs(self, container: str | None = None) -> str:
-        """What a container has printed."""
+        """Return a container's log."""
         path = self.cluster.api.resource("Pod", "v1").path(self.name, self.namespace) + "/log"
         code, text = self.cluster.api.raw("GET", path + (f"?container={container}" if container else ""))
         if code != 200:
@@ -1066,13 +1071,13 @@ class Pod:
         return text.decode(errors="replace")
 
     def events(self) -> Objects:
-        """The events about it, the oldest first."""
+        """Return the Events about the pod, the oldest first."""
         events = self.cluster.events(self.name, self.namespace)
         mine = [event for event in events if event["involvedObject"].get("uid") in (self.uid, None)]
         return sorted(mine, key=lambda event: str(event["metadata"]["creationTimestamp"]))
 
 
-# --- what the programs are configured with ---------------------------------------------------------------------------
+# --- the programs' configuration -------------------------------------------------------------------------------------
 
 _CNI: Object = {
     "cniVersion": "1.0.0",
@@ -1088,8 +1093,8 @@ _CNI: Object = {
 
 
 def _containerd_config(directory: Path, cni: Path) -> str:
-    # restrict_oom_score_adj: where root has no CAP_SYS_RESOURCE runc dies without it ("can't get final child's PID").
-    # native: overlay file systems do not work on every file system that a development machine has.
+    # restrict_oom_score_adj: without it runc dies if root lacks CAP_SYS_RESOURCE ("can't get final child's PID").
+    # native: an overlay file system does not work on every file system of development machines.
     return f"""
 version = 3
 root = "{directory}/containerd"
@@ -1133,7 +1138,7 @@ def _not_yet(left: Sequence[str]) -> bool:
 
 
 def _wipe() -> None:
-    """Remove what a cluster left in this run of isolate: containers, shims, mounts, files and cgroups."""
+    """Remove a former cluster's containers, shims, mounts, files and cgroups in this run of isolate."""
     name = isolate.cgroup().lstrip("/")
     deadline = time.monotonic() + 20
     while True:
