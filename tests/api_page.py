@@ -1,4 +1,4 @@
-"""``python -m tests.api_page``: makes docs/api.md of the docstrings of the public names."""
+"""``python -m tests.api_page`` writes docs/api.md from the docstrings of the public names."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ NAMES: Final = {
     ),
     dra_bridge.testing: ("FakeNode", "FakeApiServer", "ServedBoth", "serve_both", "overlaps"),
 }
-"""The public names, by the module that they are imported from."""
+"""The public names, by the module from which users import them."""
 INTERNAL: Final = {
     *("end_container", "end_containers", "end_pod", "make_pod_files", "private_socket", "record_registration"),
     *("record_update", "recorded", "start_container", "start_sandbox", "take_pod_rejection", "take_rejection"),
     *("remove_pod", "cdi_devices", "dynamic_resources", "node_allocatable", "schedule", "report", "HOOKS"),
 }
-"""Methods of the fakes that their parts call."""
+"""Methods of the fakes that are not documented, because only other parts of the fakes call them."""
 
 
 def page() -> str:

@@ -1,9 +1,9 @@
 """Generate the chart's templates from dra_bridge/manifests.yaml, and its values schema from the config file's.
 
-`python -m tests.chart` ends with 1 when what is checked in differs, `--write` makes it equal. So the rights, policies
-and mounts of the chart and of `dra-bridge manifests` have one source. What manifests.py computes from a configuration,
-charts/dra-bridge/templates/_helpers.tpl computes for Helm; tests/test_installers.py compares the objects of both. In
-files/ are copies of examples/monitoring: Helm reads no file outside of the chart.
+`python -m tests.chart` exits with 1 if a generated file in the repository differs; `--write` writes the files. So the
+rights, policies and mounts of the chart and of `dra-bridge manifests` have one source.
+charts/dra-bridge/templates/_helpers.tpl computes the same values as manifests.py; tests/test_installers.py compares the
+resulting objects. files/ has copies of examples/monitoring, because Helm reads no file outside of the chart.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ FILES = {
     "ConfigMap": "daemonset",
     "DaemonSet": "daemonset",
 }
-"""The file of each kind; the Namespace is Helm's."""
+"""The template file of each kind. Helm creates the Namespace."""
 EACH = {
     ("DeviceClass", ""): "classes",
     ("ResourceQuota", ""): "quotas",
     ("ConfigMap", "config"): "groups",
     ("DaemonSet", ""): "groups",
 }
-"""What an object is repeated for, by its kind and condition: the value with a list of values for each."""
+"""Repeated objects, by kind and condition: the name of the value whose list has an entry for each repetition."""
 OWN_VALUES = {"attribute", "canonical", "class_name", "driver", "extended_resource_name", "tenant", "hard"}
 OPTIONAL = {
     "affinity": "affinity",
@@ -60,29 +60,29 @@ OPTIONAL = {
     "scheme": "scheme",
     "token": "not_bridge",
 }
-"""Values whose keys may be left out, with the value that says so."""
+"""Values whose keys may be left out; each with the value that is the condition for its key."""
 APPENDED = {
     "env": "more_env",
     "labels": "more_labels",
     "volumes": "more_volumes",
     "volumeMounts": "more_volume_mounts",
 }
-"""Lists and mappings that end with one of the values."""
+"""Keys of lists and mappings to which a value is appended, each with the name of this value."""
 
 
 class Writer:
-    """Writes an object of the template as a Helm template. scope: the variable that has a value, by its name."""
+    """Writes an object of manifests.yaml as a Helm template. each: the value in EACH over which the object repeats."""
 
     def __init__(self, each: str) -> None:
         self._each = each
 
     def value(self, name: str) -> str:
-        """Return what Helm calls a value of manifests.yaml."""
+        """Return the Helm variable of a value of manifests.yaml."""
         scoped = self._each == "groups" or (self._each and name in OWN_VALUES)
         return f"{'$one' if scoped else '$v'}.{name}"
 
     def lines(self, part: Any, indent: str = "", given: str = "") -> Iterator[str]:
-        """Yield the lines of a mapping or a list. given: the condition that they stand under."""
+        """Yield the lines of a mapping or a list. given: the condition that already encloses the lines."""
         entries = part.items() if isinstance(part, dict) else ((None, one) for one in part)
         for condition, together in itertools.groupby(entries, key=lambda entry: self._condition(entry[1])):
             new = condition not in ("", given)
@@ -165,7 +165,7 @@ def templates() -> dict[Path, str]:
 
 
 def schema() -> str:
-    """Return the schema of the values: its own part as it is, and the config file's schema as its definitions."""
+    """Return the schema of the values: its own part unchanged, with the config file's schema as definitions."""
     values = json.loads((CHART / "values.schema.json").read_bytes())
     config = _plain(json.loads((ROOT / "api" / "config.schema.json").read_bytes()))
     del config["$schema"]
@@ -174,7 +174,7 @@ def schema() -> str:
 
 
 def _plain(part: Any) -> Any:
-    """Return a part of a schema whose patterns have no lookahead, which Helm's regular expressions do not know."""
+    """Return a part of a schema without lookaheads in its patterns, because Helm's regular expressions lack these."""
     if isinstance(part, dict):
         return {key: _without_lookahead(one) if key == "pattern" else _plain(one) for key, one in part.items()}
     return [_plain(one) for one in part] if isinstance(part, list) else part
@@ -191,7 +191,7 @@ def _without_lookahead(pattern: str) -> str:
 
 
 def patterns() -> str:
-    """Return the template of the forms of names, for a config that is given as text: no schema sees into that."""
+    """Return a template with the patterns of names, for a config that is given as text, which no schema checks."""
     forms = {"resource": naming.RESOURCE, "driver": naming.SUBDOMAIN}
     lines = [
         f'{{{{- define "dra-bridge.{name}-pattern" -}}}}^{_without_lookahead(form)}${{{{- end -}}}}\n'
@@ -214,7 +214,7 @@ def generate() -> dict[Path, str]:
 
 
 def main(arguments: list[str]) -> int:
-    """Compare, or write."""
+    """Compare the generated files with the repository's, or write them; return the exit status."""
     differ = {path: text for path, text in generate().items() if not path.exists() or path.read_text() != text}
     for path, text in differ.items():
         print(path.relative_to(ROOT), "is written" if arguments == ["--write"] else "is not what its source says")

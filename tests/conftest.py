@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings, strategies
 
 from deviceplugin import looks
 
-gc.disable()  # until the tests are loaded: nothing of them is garbage
+gc.disable()  # until the tests are loaded, because loading creates hardly any garbage
 settings.register_profile("quick", max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("thorough", settings.get_profile("quick"), max_examples=200)  # tox -e explore
 settings.load_profile("quick")
@@ -26,12 +26,12 @@ settings.load_profile("quick")
 @settings(max_examples=2, database=None)
 @given(strategies.text(), strategies.lists(strategies.floats(), min_size=200))
 def draw(_text: str, _numbers: list[float]) -> None:
-    """Have hypothesis write its table of Unicode, and the constants in modules: it draws one float in seven of them."""
+    """Make hypothesis write its Unicode table and its list of constants in modules, from which it draws some floats."""
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes(config: pytest.Config) -> None:
-    """Do what no run has done before, or each of the processes that are to start would: compile modules, and `draw`."""
+    """Compile the test modules and call `draw` once; otherwise each of the processes that start now would do it."""
     if sys.dont_write_bytecode:
         return
     tests = Path(__file__).parent
@@ -48,20 +48,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Leave what is loaded, and thousands of tests, out of every later collection of garbage."""
+    """Exclude all objects that are loaded now, such as thousands of tests, from later garbage collections."""
     gc.freeze()
     gc.enable()
 
 
 @pytest.fixture(autouse=True)
 def a_core_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A busy machine is no slow file system: the event loop waits for each brief look."""
+    """Make event loops wait up to 60 s for brief file accesses: a busy machine is not a slow file system."""
     monkeypatch.setattr(looks, "PROMPT", 60.0)
 
 
 @pytest.fixture(autouse=True)
 def logs_restored() -> Iterator[None]:
-    """Leave logging as it was: commands and agents in this process set it up."""
+    """Restore logging after each test, because commands and agents in this process configure it."""
     root = logging.getLogger()
     level, handlers = root.level, root.handlers[:]
     excepthooks = sys.excepthook, threading.excepthook, sys.unraisablehook

@@ -1,6 +1,6 @@
-"""Finds the file operations that the product makes in the thread of an event loop, where they stop everything else.
+"""Finds the file operations that the product makes in the thread of an event loop, where they block all other tasks.
 
-An audit hook would not see os.stat, nor SQLite. So a profile function looks at each call of a builtin function.
+An audit hook would see neither os.stat nor SQLite. So a profile function examines each call of a builtin function.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Any, Final
 __all__ = ["ALLOWED", "OUTPUT", "record_file_operations"]
 
 OUTPUT: Final = "LOOP_FILE_OPERATIONS"
-"""The environment variable with the file to which agents that tests start write what they find."""
+"""The environment variable with the path of the file to which the tests' agents write the operations found."""
 ALLOWED: Final = frozenset(
     {
         "deviceplugin/identity.py:boot_id",  # /proc, which is in memory; once
         "deviceplugin/kubelet/cgroups.py:own_pod",  # /proc/self, and one look before anything is served
     }
 )
-"""Functions that may do so, and why they cannot hang."""
+"""Functions that may make file operations in an event loop, with the reasons why these operations cannot hang."""
 
 _ROOT: Final = Path(__file__).parent.parent
 _PRODUCT: Final = tuple(f"{_ROOT}/{package}/" for package in ("deviceplugin", "dra_bridge"))
@@ -38,9 +38,10 @@ _OTHERS: Final = frozenset({("_io", "open"), ("io", "open"), ("fcntl", "flock"),
 
 
 def record_file_operations(output: str) -> None:
-    """From now on write to a file each place in which a loop's thread makes one, of this and of later threads.
+    """From now on, write each place in which a thread with an event loop makes a file operation to the file `output`.
 
-    A line has the operation, and the functions of the product that led to it, the innermost first.
+    Only this thread and later threads are observed. A line has the operation and the functions of the product that
+    called it, the innermost first.
     """
     seen: set[str] = set()
 
@@ -73,7 +74,7 @@ def _in_loop() -> bool:
 
 
 def _functions(frame: FrameType | None) -> list[str]:
-    """Return the innermost functions of the product on a stack; none if what calls is a test, or a fake."""
+    """Return the innermost functions of the product on a stack; an empty list if a test or a fake makes the call."""
     while frame is not None and not frame.f_code.co_filename.startswith(f"{_ROOT}/"):
         frame = frame.f_back
     if frame is None or not frame.f_code.co_filename.startswith(_PRODUCT):

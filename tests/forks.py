@@ -1,8 +1,8 @@
-"""Programs of this repository as processes that are forked: what they import was imported before, once for all tests.
+"""Runs programs of this repository as forked processes, whose modules were imported once for all tests.
 
-An agent imports for a quarter to half a second of a core, and tests start hundreds of them. The fork server of
-`multiprocessing` has imported the same and has one thread: gRPC starts its own in the process that uses it first.
-`tests.node.test_agent` and `tests.dra.test_cli` start programs as users do, so do all tests on real nodes.
+The imports of an agent take 0.25 to 0.5 s of CPU time, and tests start hundreds of agents. The fork server of
+`multiprocessing` has imported the same modules, and has one thread, because gRPC starts its threads at its first use.
+`tests.node.test_agent`, `tests.dra.test_cli` and all tests on real nodes start programs as users do.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.event_loop import OUTPUT, record_file_operations
 __all__ = ["SERVER", "Forked"]
 
 SERVER = multiprocessing.get_context("forkserver")
-"""The fork server of Python, of which a process has one."""
+"""Python's fork server; a process has only one."""
 SERVER.set_forkserver_preload(
     [
         "deviceplugin.metrics.collectors",
@@ -36,7 +36,7 @@ SERVER.set_forkserver_preload(
 
 
 class Forked:
-    """`python ARGUMENT ...` as `subprocess.Popen` has it, its output appended to a file."""
+    """A process `python ARGUMENT ...` with methods of `subprocess.Popen`; its output is appended to a file."""
 
     def __init__(self, arguments: Sequence[str], output: Path) -> None:
         output.touch()
@@ -72,8 +72,8 @@ class Forked:
 
 
 def _run(arguments: list[str], output: str, environment: Mapping[str, str], directory: str) -> None:
-    """Be the program: `-m MODULE [ARGUMENT ...]` or `FILE [ARGUMENT ...]`."""
-    gc.freeze()  # pages that no collection touches stay shared
+    """Run the program in this process: `-m MODULE [ARGUMENT ...]` or `FILE [ARGUMENT ...]`."""
+    gc.freeze()  # memory pages that the garbage collector does not write to stay shared
     os.chdir(directory)
     os.environ.clear()
     os.environ.update(environment)
@@ -85,7 +85,7 @@ def _run(arguments: list[str], output: str, environment: Mapping[str, str], dire
         record_file_operations(where)
     if arguments[0] == "-m":
         sys.argv = arguments[1:]
-        sys.modules.pop(arguments[1], None)  # or Python warns of running it twice
+        sys.modules.pop(arguments[1], None)  # otherwise Python warns that the module is run twice
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
     else:
         sys.argv = arguments

@@ -2,8 +2,8 @@
 
 Needs build and twine.
 
-The source distribution has every file of the repository, and its tests can be collected; the part PART of them passes
-with what the wheel requires. The wheel is installed into a new environment, and its programs run there.
+The source distribution has every file of the repository. Its tests can be collected, and the tests in PART pass with
+the wheel's requirements. The wheel is installed into a new environment, and its programs run there.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PROGRAMS = {
     "dra-bridge": "dra-bridge",
     "kubectl-dra_bridge": "kubectl dra-bridge",
 }
-"""By the file's name: what a program calls itself."""
+"""The name that each program prints for itself, by the program's file name."""
 MADE = re.compile(r"deviceplugin\.egg-info/|PKG-INFO$|setup\.cfg$")
 
 
@@ -57,7 +57,7 @@ def check_files(names: Sequence[str]) -> None:
 
 
 def check_links(text: str) -> None:
-    """Refuse a description with a link that leads nowhere on PyPI."""
+    """Raise PackageError if a description has a relative link, which leads nowhere on PyPI."""
     if relative := re.findall(r"\]\(((?!https?:|#)[^)]*)", text):
         raise PackageError(f"links of the description lead nowhere on PyPI: {', '.join(relative)}")
 
@@ -82,7 +82,7 @@ def test_by_a_claim(fake_node, bridged):
 
 
 def check_fixtures(python: Path, directory: Path) -> None:
-    """Refuse an author's test run, with the extra `test` and no settings, that fails or warns of anything."""
+    """Run an author's tests with the extra `test` and no settings; raise PackageError if one fails or warns."""
     directory.mkdir()
     (directory / "test_own.py").write_text(OWN)
     said = _run([python, "-W", "error", "-m", "pytest", "-q", "-p", "no:cacheprovider"], directory)
@@ -91,7 +91,7 @@ def check_fixtures(python: Path, directory: Path) -> None:
 
 
 def check(dist: Path, scratch: Path) -> None:
-    """Check the source distribution and the wheel in a directory; raise PackageError."""
+    """Check the source distribution and the wheel in a directory; raise PackageError if a check fails."""
     (sdist,), (wheel,) = (list(dist.glob(name)) for name in ("*.tar.gz", "*.whl"))
     print(_run([sys.executable, "-m", "twine", "check", "--strict", sdist, wheel], scratch))
     with tarfile.open(sdist) as archive:
@@ -116,7 +116,7 @@ def check(dist: Path, scratch: Path) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Build and check."""
+    """Build and check the distributions; return the exit status."""
     try:
         with tempfile.TemporaryDirectory() as directory:
             scratch = Path(directory)

@@ -72,7 +72,7 @@ def agrees(step: Step, text: str) -> bool:
 
 
 def run(command: str, directory: Path, environment: dict[str, str]) -> str:
-    """Return all that a command prints, as a terminal shows it."""
+    """Return a command's output, with its standard error."""
     done = subprocess.run(
         ["bash", "-c", command],
         stdin=subprocess.DEVNULL,
@@ -101,9 +101,9 @@ def with_outputs(page: str, outputs: dict[int, str]) -> str:
 
 
 def happens(page: Path, commands: int, directory: Path) -> None:
-    """Do what a page that needs no cluster says, with `dra-bridge` of this tree. Raises AssertionError: another output.
+    """Do the steps of a page without a cluster, with this tree's `dra-bridge`. Raises AssertionError if outputs differ.
 
-    commands: how many the page has. directory: an empty one to do it in.
+    commands: the number of commands on the page. directory: an empty directory in which the steps run.
     """
     program = directory / "bin" / "dra-bridge"
     program.parent.mkdir()

@@ -21,16 +21,16 @@ __all__ = ["ANY_CONFIG", "image_environment", "promtool", "running", "tool"]
 promtool = pytest.mark.skipif(
     not shutil.which("promtool") and "CI" not in os.environ, reason="promtool (Debian: prometheus) is not installed"
 )
-"""Marks a test that runs it; in CI one that is missing fails."""
+"""Marks a test that runs promtool. Without promtool the test is skipped, except in CI, where it fails."""
 
 ANY_CONFIG = ("--allow-commands", "--allow-host-path=/")
-"""Options of `run` with which a config file may name whatever it wants."""
+"""Options of `run` with which a config file may name any command and any path of the host."""
 DEADLINE = 120.0
-"""Seconds after which a program is killed, so that reading what it says comes to an end."""
+"""Seconds after which a program is killed, so that a read of its output ends."""
 
 
 def tool(program: str) -> pytest.MarkDecorator:
-    """Return what marks a test that runs one of `build.TOOLS`; in CI a missing one is built, or the test fails."""
+    """Return a mark for a test that runs a program of `build.TOOLS`; outside CI, it skips if the program is missing."""
     there = (build.cache_directory() / f"{program}-{build.TOOLS[program].version}").exists()
     return pytest.mark.skipif(
         not there and "CI" not in os.environ, reason=f"`python -m tests.cluster.build {program}` builds {program}"
@@ -38,7 +38,7 @@ def tool(program: str) -> pytest.MarkDecorator:
 
 
 def image_environment() -> dict[str, str]:
-    """Return the variables that examples/Dockerfile sets: an agent runs with them in its image."""
+    """Return the environment variables that examples/Dockerfile sets for an agent in its image."""
     text = Path(__file__).parents[1].joinpath("examples", "Dockerfile").read_text()
     (line,) = set(re.findall(r"^ENV (PYTHONOPTIMIZE.+)$", text, re.MULTILINE))
     return dict(variable.split("=", 1) for variable in line.split())
@@ -54,8 +54,8 @@ def running(
 ) -> Iterator[subprocess.Popen[str]]:
     """Run a program until the end of the block at the latest.
 
-    It obeys SIGINT even where the tests themselves run in the background of a shell without job
-    control, which has its children ignore it.
+    The program handles SIGINT even if the tests run in the background of a shell without job control, whose children
+    ignore SIGINT.
     """
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:

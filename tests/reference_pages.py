@@ -1,4 +1,4 @@
-"""``python -m tests.reference_pages``: makes the pages of config keys, metrics and findings of what the code has."""
+"""``python -m tests.reference_pages`` writes the pages of config keys, metrics and findings from the code."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SECTIONS: Final = {
     "Devices and their holders": r"deviceplugin_(device|allocation|holders_|kubelet_double|evidence_)",
     "The agent and the kubelet": r"",
 }
-"""What the name of a metric begins with, by section; the first that fits has it."""
+"""The beginning of the metrics' names by section; a metric is in the first section whose pattern matches."""
 
 
 def known_families() -> list[Metric]:
@@ -70,7 +70,7 @@ def metrics() -> str:
 
 
 def findings() -> str:
-    """Return the page of what `plan` finds."""
+    """Return the page of the findings of `plan`."""
     rows = [f"| `{one.code}` | {one.severity.value} | {one.text} | {one.remedy} |" for one in FindingKind]
     head = f"# Findings of a plan\n\n{MADE} `dra-bridge plan` prints them ([Before a migration](plan.md)).\n"
     head += "`--ignore CODE` leaves one out. A code keeps its meaning.\n"
@@ -78,7 +78,7 @@ def findings() -> str:
 
 
 def _objects(schema: Any, path: str, defs: Any) -> Iterator[tuple[str, Any]]:
-    """Return each object of a schema that has keys of its own, once, by the path that leads to it."""
+    """Yield each object of a schema that has keys, once, with its path."""
     if name := schema.get("$ref"):
         if (found := defs.pop(name.rpartition("/")[2], None)) is not None:
             yield from _objects(found, path, defs)

@@ -13,14 +13,14 @@ DEADLINE = 60.0
 
 
 class ServiceManagerEnd:
-    """The messages of a process to its service manager. told: all variables so far."""
+    """The messages of a process to its service manager. told: all variables received so far."""
 
     def __init__(self, receiving: socket.socket) -> None:
         self.told: list[str] = []
         self._socket = receiving
 
     def wait_for(self, start: str) -> str:
-        """Return the rest of the next variable that begins so. Raises TimeoutError."""
+        """Return the rest of the next variable that begins with `start`. Raises TimeoutError after DEADLINE seconds."""
         while True:
             for variable in self._socket.recv(4096).decode().splitlines():
                 self.told.append(variable)
@@ -30,7 +30,7 @@ class ServiceManagerEnd:
 
 @contextlib.contextmanager
 def service_manager() -> Iterator[ServiceManagerEnd]:
-    """Have programs that are started in this block find a service manager in their environment."""
+    """Set NOTIFY_SOCKET in this block, so that started programs send messages to the yielded `ServiceManagerEnd`."""
     receiving = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     with tempfile.TemporaryDirectory() as directory, receiving:
         receiving.bind(f"{directory}/notify")

@@ -1,7 +1,7 @@
-"""Generate the stubs from api/**/*.proto and compare them with what is checked in.
+"""Generate the stubs from api/**/*.proto, and compare them with the files in the repository.
 
-`python -m tests.stubs` ends with 1 when anything differs, `--write` makes it equal. Needs
-grpcio-tools and mypy-protobuf in the versions that tox.ini names.
+`python -m tests.stubs` exits with 1 if a file differs; `--write` writes the files. Needs grpcio-tools and mypy-protobuf
+in the versions that tox.ini names.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def generate(into: Path) -> list[Path]:
 
     protos = sorted(str(path.relative_to(API)) for path in API.rglob("*.proto"))
     out = [f"--{kind}_out={into}" for kind in ("python", "grpc_python", "mypy", "mypy_grpc")]
-    # The plugins of mypy-protobuf lie beside the interpreter, which need not be on PATH.
+    # The plugins of mypy-protobuf are beside the interpreter, in a directory that may not be on PATH.
     plugins = [
         f"--plugin={name}={Path(sys.executable).parent / name}" for name in ("protoc-gen-mypy", "protoc-gen-mypy_grpc")
     ]
@@ -31,7 +31,7 @@ def generate(into: Path) -> list[Path]:
 
 
 def main(arguments: list[str]) -> int:
-    """Compare, or write."""
+    """Compare the generated stubs with the repository's, or write them; return the exit status."""
     with tempfile.TemporaryDirectory() as scratch:
         into = Path(scratch)
         names = generate(into)

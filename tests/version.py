@@ -1,6 +1,6 @@
-"""Sets the version: `python -m tests.version X.Y.Z` writes it into deviceplugin/version.py and wherever else it stands.
+"""Sets the version: `python -m tests.version X.Y.Z` writes it into deviceplugin/version.py and the other FILES.
 
-Code and packaging read it from there. Of files that cannot (YAML, Markdown, shell) these are all.
+Code and packaging read the version from deviceplugin/version.py. The other files (YAML, Markdown, shell) cannot do so.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FILES: Final = (
     "examples/own-plugin/Dockerfile",
 )
 PLACE: Final = re.compile(r'(deviceplugin[-:]|/download/v|ersion: v?|VERSION: Final = ")(\d+\.\d+\.\d+)\b')
-"""The version, behind what it follows in these files."""
+"""A version after one of the texts that precede it in these files."""
 
 
 def found(root: Path = ROOT) -> dict[str, list[str]]:
@@ -35,7 +35,7 @@ def found(root: Path = ROOT) -> dict[str, list[str]]:
 
 
 def main(arguments: Sequence[str], root: Path = ROOT) -> int:
-    """Write the version of the command line."""
+    """Write the version given on the command line into FILES; return the exit status."""
     if len(arguments) != 1 or not re.fullmatch(r"\d+\.\d+\.\d+", arguments[0]):
         print(f"usage: python -m tests.version X.Y.Z (it is {VERSION})", file=sys.stderr)
         return 2

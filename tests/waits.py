@@ -10,7 +10,7 @@ from typing import Final
 import pytest
 
 PATIENCE: Final = 60.0
-"""Seconds after which a condition is taken never to be true; on a loaded machine any step takes seconds."""
+"""Seconds after which a wait fails; on a loaded machine any step takes seconds."""
 PAUSE: Final = 0.005
 """Seconds between two evaluations of a condition."""
 

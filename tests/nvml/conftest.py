@@ -46,7 +46,7 @@ Until = Callable[[AsyncIterator[Sequence[Device]], Callable[[dict[str, Device]],
 
 @pytest.fixture
 def until() -> Until:
-    """Return a function that waits for a list of a source that fits a condition, and returns it by id."""
+    """Return a function that waits for a source's device list that fits a condition, and returns the devices by id."""
     import asyncio
 
     async def take(

@@ -540,7 +540,7 @@ async def test_lost_gpu_is_unhealthy_alone_and_stays_listed(gpus: FakeGpus, unti
 
 
 async def test_xids_of_the_others_are_heard_while_a_gpu_is_lost(gpus: FakeGpus, until: Until) -> None:
-    """While a GPU is lost, XIDs of other GPUs are still received; its own are again once it is back."""
+    """While a GPU is lost, XIDs of other GPUs are still received; once the GPU is back, its own XIDs are, too."""
     first, second = gpus.gpu(0), gpus.gpu(1)
     async with closing(source(gpus, rules=HealthRules(failures=1, successes=1, quiet=None))) as lists:
         await until(lists, len)

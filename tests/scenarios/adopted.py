@@ -18,10 +18,10 @@ CONFIG = {"resources": [{"name": "example.com/serial", "devices": [{"plugin": {}
 
 @contextmanager
 def adopting(where: Path, arguments: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
-    """Run an agent that adopts plugins; yield the options that have a plugin register with it.
+    """Run an agent that adopts plugins; yield the options with which a plugin registers with this agent.
 
-    where: a directory with a short path. arguments: of the agent, where the kubelet is. The plugins are agents of this
-    package, which do not know it.
+    where: a directory with a short path. arguments: the agent's options for the kubelet's paths. The plugins are agents
+    of this project that do not know that they are adopted.
     """
     directory, file = where / "plugins", where / "config.yaml"
     file.write_text(json.dumps(CONFIG))
@@ -38,13 +38,13 @@ def adopting(where: Path, arguments: tuple[str, ...]) -> Iterator[tuple[str, ...
 
 
 class AdoptedScenarios(PluginScenarios):
-    """Each scenario with a plugin that does not know of the agent between it and the kubelet."""
+    """The scenarios of device plugins, with an adopting agent between the plugin and the kubelet."""
 
     NO_CHECKPOINT = "a plugin that reads the kubelet's checkpoint in its own directory does not find it there"
 
     @pytest.mark.skip(reason=NO_CHECKPOINT)
     def test_released_is_called(self, node: Node) -> None:
-        """The plugin cannot know when a pod has ended."""
+        """Skipped: the plugin cannot know when a pod has ended."""
 
     @pytest.mark.skip(reason=NO_CHECKPOINT)
     def test_sharing_is_switched_on_and_off(self, node: Node) -> None:

@@ -71,7 +71,7 @@ class FaultScenarios:
 
     @staticmethod
     def hold(plugin: Plugin, pod: FaultyPod) -> tuple[str, int]:
-        """Return the device of a pod that the agent has seen with it, and how often it was released before."""
+        """Wait until the agent has seen a pod with its device; return the device and its number of releases so far."""
         device = pod.wait_running().env()["WIDGETS"]
         plugin.wait_scanned(device)
         return device, plugin.released(device)
@@ -130,7 +130,7 @@ class FaultScenarios:
         plugin.wait_released(device, calls[int(device[1:])])
 
     def test_a_lost_checkpoint(self, node: FaultyNode, plugin: Plugin) -> None:
-        """A container that was seen with a device holds it also after the kubelet has forgotten it."""
+        """A container that the agent has seen with a device keeps it after the kubelet has lost its checkpoint."""
         pod = node.start_pod("holder", {RESOURCE: 1})
         device, before = self.hold(plugin, pod)
         node.stop_kubelet()
@@ -144,7 +144,7 @@ class FaultScenarios:
         plugin.wait_released(device, before)
 
     def test_a_pod_that_ends_without_kubelet_and_agent(self, node: FaultyNode, plugin: Plugin) -> None:
-        """A pod that ended while kubelet and agent were down, and is not deleted, has no device any more."""
+        """A pod ends while kubelet and agent are stopped, and is not deleted: its device is released afterwards."""
         pod = node.start_pod("holder", {RESOURCE: 1})
         device, before = self.hold(plugin, pod)
         node.stop_kubelet()

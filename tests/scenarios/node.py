@@ -21,10 +21,10 @@ class Pod(Protocol):
         """The pod's name."""
 
     def wait_running(self) -> Self:
-        """Wait until its container runs; fail if it ends first."""
+        """Wait until the pod's container runs; fail if the container ends first."""
 
     def wait_unschedulable(self) -> None:
-        """Wait until the scheduler has found no place for it."""
+        """Wait until the scheduler has marked the pod as unschedulable."""
 
     def phase(self) -> str:
         """Return Pending, Running, Succeeded or Failed."""
@@ -33,32 +33,32 @@ class Pod(Protocol):
         """Return the container's environment, at least what plugins put there."""
 
     def has(self, path: Path) -> bool:
-        """Whether the container has this path."""
+        """Return whether the container has this path."""
 
     def read(self, path: Path) -> str:
         """Return the contents of a file as the container sees it."""
 
     def restart_container(self) -> None:
-        """Let the container end and wait until it runs again, in the same pod."""
+        """End the container, and wait until it runs again in the same pod."""
 
     def delete(self) -> None:
         """Delete the pod and wait until it is gone."""
 
 
 class Agent(Protocol):
-    """A node agent, a process of its own."""
+    """A node agent, which runs as a process."""
 
     def kill(self) -> None:
-        """End it with SIGKILL."""
+        """End the agent with SIGKILL."""
 
     def terminate(self) -> None:
-        """End it with SIGTERM and wait; fail unless it exits with 0."""
+        """End the agent with SIGTERM and wait; fail unless it exits with 0."""
 
     def reload(self, config: str) -> None:
-        """Replace its config file."""
+        """Replace the agent's config file."""
 
     def log(self) -> str:
-        """Return the container's output."""
+        """Return the agent's output."""
 
 
 class Node(Protocol):
@@ -66,14 +66,14 @@ class Node(Protocol):
 
     @property
     def patience(self) -> float:
-        """Seconds after which something that should have happened counts as not happening."""
+        """The limit of each wait in seconds."""
 
     @property
     def directory(self) -> Path:
-        """A directory on the node, for device nodes, libraries and notes of the scenario's own."""
+        """A directory on the node for the scenario's device nodes, libraries and notes."""
 
     def start_agent(self, *, config: str = "", script: str = "") -> Agent:
-        """Start an agent with a config file of this text, or an author's own script; do not wait for it."""
+        """Start an agent with this config text, or with a script that is an author's agent; do not wait for it."""
 
     def start_pod(self, name: str, limits: Mapping[str, int]) -> Pod:
         """Make a pod; it starts when the scheduler finds room for it."""
@@ -91,36 +91,36 @@ class Node(Protocol):
         """Make a device node, or a file in place of one."""
 
     def remove_device_node(self, path: Path) -> None:
-        """Remove it."""
+        """Remove a device node."""
 
 
 class FaultyPod(Pod, Protocol):
     """A pod whose end the kubelet may not see."""
 
     def runs(self) -> bool:
-        """Whether the container's process exists, whatever the pod's status is."""
+        """Return whether the container's process exists, whatever the pod's status is."""
 
     def complete(self) -> None:
-        """Let the container end by itself; it is not restarted."""
+        """Make the container end by itself; the kubelet does not restart it."""
 
     def force_delete(self, *, hang: bool = False) -> None:
         """Delete the pod with a grace period of 0; hang: the runtime does not end its container."""
 
     def remove_manifest(self) -> None:
-        """Remove a static pod's manifest; its container ignores that it is to end."""
+        """Remove a static pod's manifest; its container ignores SIGTERM."""
 
     def end_containers(self) -> None:
-        """Let the runtime answer again, or the grace period end; wait until no process of the pod runs."""
+        """Make the runtime answer again, or the grace period end; wait until no process of the pod runs."""
 
 
 class FaultyNode(Node, Protocol):
-    """A node whose kubelet can be made to err."""
+    """A node whose kubelet, network and API server can fail."""
 
     def start_pod(self, name: str, limits: Mapping[str, int]) -> FaultyPod:
         """Make a pod; it starts when the scheduler finds room for it."""
 
     def start_static_pod(self, name: str, limits: Mapping[str, int]) -> FaultyPod:
-        """Make a pod by a manifest on the node, and wait until it runs."""
+        """Start a static pod by a manifest on the node, and wait until it runs."""
 
     def stop_kubelet(self) -> None:
         """Kill the kubelet; containers go on."""

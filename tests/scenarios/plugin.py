@@ -109,7 +109,7 @@ class PluginScenarios:
         assert pod.read(Path("/opt/scenario/hello")) == "of the host"
 
     def test_links_keep_their_names(self, node: Node) -> None:
-        """A device that is found by a link has the link's path in the container, not its own."""
+        """A device that was found by a link has the link's path in the container, not the path of its node."""
         (path,) = self.devices(node, 1)
         link = node.directory / "by-id" / "usb-port"
         link.parent.mkdir()
@@ -170,7 +170,7 @@ class PluginScenarios:
         assert {self.held(pod, paths) for pod in (first, second, third)} == set(paths)
 
     def test_the_agent_is_killed(self, node: Node) -> None:
-        """Pods run on when the agent is killed; another one serves new pods from what is left."""
+        """Pods run on when the agent is killed; the next agent gives the free devices to new pods."""
         paths = self.devices(node, 2)
         agent = node.start_agent(config=self.config(node))
         node.wait_allocatable(RESOURCE, 2)

@@ -1,8 +1,8 @@
 """Run a plugin's script, or `-m MODULE`, with agents that scan for holders five times a second.
 
-The fake kubelet is fast; a period of five seconds, the seconds for which a grant is kept whose pod ended before a
-scan, those between two requests for a checkpoint, and those from a grant to a scan are most of what a scenario would
-wait for. On a real node the scenarios run with those that users have.
+With the default periods, a scenario on the fake kubelet would mostly wait: for the next scan, for the end of a grant
+whose pod ended before a scan, for the next request for a checkpoint, and for the scan after a grant. On a real node the
+scenarios run with the default periods.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from deviceplugin.node import scanning
 from deviceplugin.register import rules
 
 PERIOD = 0.2
-"""Seconds between two scans, between two that end a grant without a pod, and at most between two requests."""
+"""Seconds between two scans, between the two scans that end a grant without a pod, and at most between requests."""
 _INIT = scanning.HolderScanner.__init__
 
 
@@ -28,7 +28,7 @@ def quick_scanner(scanner: scanning.HolderScanner, *arguments: Any, **more: Any)
 
 
 def hurry(replace: Callable[[Any, str, Any], None] = setattr) -> None:
-    """Have agents here ask for checkpoints often, and scan soon after a grant; replace: as `setattr`."""
+    """Make agents of this process request checkpoints often and scan soon after a grant; replace: as `setattr`."""
     replace(rules, "WELL_APART", PERIOD)
     replace(request_schedule, "MOST_REQUEST", PERIOD)
     replace(request_schedule, "FIRST_REQUEST", PERIOD / 4)
@@ -36,7 +36,7 @@ def hurry(replace: Callable[[Any, str, Any], None] = setattr) -> None:
 
 
 def scan_often() -> None:
-    """Have the agents of this process scan often, and ask for checkpoints as often."""
+    """Make the agents of this process scan often, and request checkpoints as often."""
     scanning.HolderScanner.__init__ = quick_scanner  # type: ignore[assignment]
     hurry()
 

@@ -124,7 +124,7 @@ class Scene(ABC):
         self.until(f"{resource}: {dict(expected)}", lambda: self.states(resource) == expected, limit)
 
     def both(self) -> tuple[list[Any], list[Any]]:
-        """Have two devices of a held by pods and two of b held by claims, all in a move, and a waiting pod for each."""
+        """Start pods with two devices of a and claims with two of b, all in a move, and a waiting pod for a and b."""
         self.begin(a=(2, "none"), b=(2, "all"))
         pods = [self.pod(f"a{number}", "a") for number in range(2)]
         users = [self.claimer(f"b{number}", "b") for number in range(2)]
@@ -138,7 +138,7 @@ class Scene(ABC):
         return pods, users
 
     def one_each(self) -> list[Any]:
-        """Have one device of a held by a pod and one of b held by a claim, without a move."""
+        """Start a pod with a device of a by limits and a pod with a device of b by a claim, without a move."""
         self.begin(a=(1, "none"), b=(1, "all"))
         pods = [self.pod("a0", "a"), self.claimer("b0", "b")]
         self.running(*pods)
@@ -444,7 +444,7 @@ class SidesScenarios:
 
     @AGENT
     def test_second_pod_of_a_claim_is_forgotten(self, scene: Scene, agent: str) -> None:
-        """A second pod of a claim that was deleted by force keeps the device after the end of the first pod."""
+        """A claim's second pod is deleted by force and hangs: it keeps the device after the end of the first pod."""
         if not scene.patient:
             pytest.skip("CLUSTER_LONG is not set")
         scene.begin(b=(1, "all"))
@@ -485,7 +485,8 @@ class SidesScenarios:
     def test_job_ends_while_nobody_sees_it(self, scene: Scene, asked: str) -> None:
         """The device of a pod that ended while kubelet and agent were stopped moves to DRA.
 
-        The share is requested before or after, and the kubelet knew no pod when the agent first asked.
+        asked: the share is requested before or after the stop. When the new agent first asks the kubelet, the kubelet
+        does not know its pods yet.
         """
         scene.begin(a=(2, "none"))
         ending, other = (scene.pod(f"a{number}", "a", restartPolicy="Never") for number in range(2))

@@ -69,14 +69,14 @@ def test_replicas_are_chosen_by_policy(
 
 
 def test_distributed_counts_what_is_in_use(fake_kubelet: FakeKubelet, served: Serve) -> None:
-    """A second pod gets replicas of devices that the first left alone."""
+    """With `distributed`, a second pod gets replicas of devices that the first pod does not use."""
     served(Boards("distributed", 4))
     first, second = given(fake_kubelet, 4, "one"), given(fake_kubelet, 4, "two")
     assert not {name.partition("::")[0] for name in first} & {name.partition("::")[0] for name in second}
 
 
 class Uneven(Boards):
-    """Devices that are offered unequally often."""
+    """Devices with different numbers of replicas."""
 
     def replicas_of(self, device: Device) -> int:
         return 3 if device.id == "gpu0" else 1

@@ -1,4 +1,4 @@
-"""Devices that are the same hardware, or parts of it, through the device plugin alone, on the fake kubelet."""
+"""Devices that are the same hardware, or parts of one device, served by device plugins alone, on the fake kubelet."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ A, B = "example.com/a", "example.com/b"
 
 
 class Listed(DeviceSource):
-    """Devices that a test lists, also from its own thread."""
+    """A source whose device list a test sets, also from another thread."""
 
     def __init__(self, resource: str, *devices: Device) -> None:
         self.resource = resource
@@ -97,7 +97,7 @@ def test_an_agent_that_starts_after_a_link_was_added_knows_the_holder(
 
 @contextlib.contextmanager
 def another_boot() -> Iterator[None]:
-    """Let agents take this boot of the node for an earlier one."""
+    """Make agents record another boot id in this block: for an agent after the block, the node has rebooted."""
     with pytest.MonkeyPatch.context() as patch:
         for place in ("deviceplugin.identity", "deviceplugin.kubelet.tracker"):
             patch.setattr(f"{place}.boot_id", lambda: "an earlier boot")
@@ -119,7 +119,7 @@ def test_after_a_reboot_a_device_is_what_it_is_listed_as(fake_kubelet: FakeKubel
 
 
 def test_after_a_reboot_the_devices_of_one_container_are_told_apart(fake_kubelet: FakeKubelet) -> None:
-    """After a reboot the devices of one container are known by the list, as its answer has the nodes of all of them."""
+    """After a reboot, a container's devices are identified by the device list, as the response has all their nodes."""
     nodes = {"a": "/dev/tty", "b": "/dev/ptmx"}
     devices = [Device(name, nodes=[node]) for name, node in nodes.items()]
     with another_boot(), serve(Listed(A, *devices), fake_kubelet, period=0.05):

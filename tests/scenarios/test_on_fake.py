@@ -27,7 +27,10 @@ class TestOnFake(PluginScenarios):
 
     @pytest.mark.parametrize("kind", ["nodes", "links"])
     def test_a_reload_makes_a_group_and_ends_it(self, node: Node, kind: str) -> None:
-        """Each pod keeps the one node that it got, also at a restart; a free node is a device of its own again."""
+        """A reload joins two held nodes and a free node into a group: each pod keeps its node, also at a restart.
+
+        After another reload that ends the group, the free node is a device again.
+        """
         paths = self.devices(node, 3)
         for number, path in enumerate(paths):
             if path.is_char_device():  # Each node gets a number of its own. A plain file has an inode of its own.
@@ -67,7 +70,7 @@ class TestOnFake(PluginScenarios):
 
 
 class TestUnwatchedOnFake(PluginScenarios):
-    """The same while the user has no inotify instance left."""
+    """The scenarios of device plugins while the user has no inotify instance left."""
 
     @pytest.fixture
     def node(self, tmp_path: Path) -> Iterator[FakeNode]:
@@ -94,4 +97,4 @@ class TestAdoptedOnFake(AdoptedScenarios):
         with adopting(plugins, node.kubelet.arguments) as options:
             node.options = options
             yield node
-            node.end_agents()  # they make their sockets anew in a directory that is being removed
+            node.end_agents()  # otherwise agents create their sockets again in the directory during its removal

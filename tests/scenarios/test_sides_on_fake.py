@@ -28,7 +28,7 @@ class TestSidesOnFake(SidesScenarios):
 
 
 def test_no_inotify_instance_is_left(scene: FakeScene) -> None:
-    """Devices are served on both sides, move when their holders end, and a restart of the kubelet is followed."""
+    """Without an inotify instance, devices on both sides move when their holders end, also after a kubelet restart."""
     scene.program = ("-m", "tests.scenarios.unwatched")
     pods, users = scene.both()
     scene.end_kubelet("sigterm")

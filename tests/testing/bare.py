@@ -17,7 +17,7 @@ DeviceSpec = str | tuple[str, str] | tuple[str, str, tuple[int, ...]]
 
 
 def device(spec: DeviceSpec) -> pb.Device:
-    """A device from its id, or its id and health, or these and its NUMA nodes."""
+    """Return a device, given its id, or its id and health, or its id, health and NUMA nodes."""
     if isinstance(spec, str):
         return pb.Device(ID=spec, health="Healthy")
     made = pb.Device(ID=spec[0], health=spec[1])
@@ -72,7 +72,7 @@ class BarePlugin(pb_grpc.DevicePluginServicer):
             )
 
     def show(self, *devices: DeviceSpec) -> None:
-        """Send another list."""
+        """Send another device list."""
         with self._changed:
             self._devices = [device(spec) for spec in devices]
             self._version += 1
@@ -151,7 +151,7 @@ class BarePlugin(pb_grpc.DevicePluginServicer):
 
 
 class Hold:
-    """A gate in a plugin's way: the next call of a method waits there until it is let go."""
+    """Makes a plugin's next call of a method wait: `arrived` is set when the call comes; `let_go` lets it continue."""
 
     def __init__(self, plugin: BarePlugin, method: str, timeout: float = 30.0) -> None:
         self.arrived = threading.Event()
@@ -166,7 +166,7 @@ class Hold:
 
 
 def fail(*methods: str, times: int = 10**6) -> Callable[[str], None]:
-    """A `before_answer` that lets methods fail."""
+    """Return a `before_answer` that makes calls of these methods fail, at most `times` calls."""
     left = [times]
 
     def raise_for(called: str) -> None:

@@ -12,14 +12,14 @@ from tests.testing.bare import BarePlugin
 
 @pytest.fixture
 def kubelets() -> Iterator[Callable[..., FakeKubelet]]:
-    """Make fake kubelets with options of the test's own."""
+    """Return a function that starts a fake kubelet with these options."""
     with contextlib.ExitStack() as stack:
         yield lambda **options: stack.enter_context(FakeKubelet(**options))
 
 
 @pytest.fixture
 def plugins() -> Iterator[Callable[..., BarePlugin]]:
-    """Make bare plugins beside a fake kubelet, and register them unless told otherwise."""
+    """Return a function that starts a bare plugin and, by default, registers it with a fake kubelet."""
     made = []
 
     def make(kubelet: FakeKubelet, *devices: Any, register: bool = True, **options: Any) -> BarePlugin:

@@ -1,4 +1,4 @@
-"""The samples were written by a Go program with kubelet 1.36.3's own checkpoint package."""
+"""Checkpoints of the fake kubelet, compared with samples that kubelet 1.36.3's own package wrote in a Go program."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_corrupt() -> None:
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"Data":{}}', '{"Data":null,"Checksum":1}'])
 def test_no_checkpoint(text: str) -> None:
-    """Something else than a checkpoint is refused with a ValueError."""
+    """A text that is not a checkpoint is refused with a ValueError."""
     with pytest.raises(ValueError):
         Checkpoint.from_json(text)
 

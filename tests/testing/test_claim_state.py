@@ -1,4 +1,4 @@
-"""The samples were written by a Go program with kubelet 1.36.3's own state package."""
+"""Claim states of the fake kubelet, compared with samples that kubelet 1.36.3's own package wrote in a Go program."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ SAMPLES = {
 
 @pytest.mark.parametrize("name", SAMPLES)
 def test_samples(name: str) -> None:
-    """The file is the kubelet's, byte for byte, and is read back."""
+    """A claim state is written byte for byte as the kubelet writes it, and is read back."""
     claims, text = SAMPLES[name]
     assert claim_state.to_json(claims).decode() == text
     assert claim_state.from_json(text) == (claims or [])
 
 
 def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
-    """A checksum that does not fit, a torn file and another file's contents are errors, and are not overwritten."""
+    """A file with a wrong checksum, a truncated file and a file of another kind are refused and not overwritten."""
     path = tmp_path / "dra_manager_state"
     for damaged, error in (
         (SAMPLES["two"][1].replace("gpu-0", "gpu-9"), CorruptCheckpointError),

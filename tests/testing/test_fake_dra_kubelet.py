@@ -26,7 +26,7 @@ DEVICE = AnsweredDevice(("r",), "n", "d-c", ("x/y=c",), None)
 
 
 def claim(namespace: str, name: str) -> dict[str, Any]:
-    """Return any claim, allocated for both pods."""
+    """Return a claim of this name that is allocated, and reserved for both pods."""
     return {
         "metadata": {"namespace": namespace, "name": name, "uid": f"uid-{name}"},
         "status": {
@@ -38,7 +38,7 @@ def claim(namespace: str, name: str) -> dict[str, Any]:
 
 @pytest.fixture
 def root() -> Iterator[Path]:
-    # Short: a socket's path has 107 bytes.
+    # The path must be short: a socket's path has at most 107 bytes.
     path = Path(tempfile.mkdtemp(prefix="k"))
     yield path
     shutil.rmtree(path)
@@ -70,7 +70,7 @@ class TestConnection:
     def test_its_end_disturbs_no_thread_of_grpcio(
         self, kubelet: FakeDraKubelet, driver: BareDriver, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """The kubelet stops while grpcio's thread that follows the connection is about to look at it again."""
+        """The kubelet stops while grpcio's thread is about to poll the connection: the thread ends without an error."""
         arrived, let_go, watching = threading.Event(), threading.Event(), set()
 
         def now() -> float:
@@ -92,7 +92,7 @@ class TestConnection:
         assert not raised
 
     def test_its_end_ends_the_calls_in_flight(self, kubelet: FakeDraKubelet, driver: BareDriver) -> None:
-        """As the kubelet's do, also that of a method which the driver does not answer."""
+        """When the kubelet stops, its calls to the driver end, also a call that the driver has not answered."""
         arrived, let_go = threading.Event(), threading.Event()
 
         def hang(method: str) -> None:
@@ -115,7 +115,7 @@ class TestClaimState:
     def test_the_claim_is_there_before_the_driver_is_called(
         self, root: Path, kubelet: FakeDraKubelet, driver: BareDriver
     ) -> None:
-        """A claim is written down before its driver is called, without devices, and stays so if the call fails."""
+        """Before a driver is called, its claim is in the state file without devices, and stays so if the call fails."""
         seen = []
 
         def fail(method: str) -> None:

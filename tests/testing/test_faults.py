@@ -1,4 +1,4 @@
-"""How the fake kubelet errs: as kubelet 1.36.3 does."""
+"""The faults of the fake kubelet are the faults of kubelet 1.36.3."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def cgroup(kubelet: FakeKubelet, pod: FakePod) -> bool:
 
 
 def again(kubelet: FakeKubelet, plugin: BarePlugin, count: int) -> None:
-    """Register a plugin again, and wait until the kubelet has written its devices down."""
+    """Register a plugin again, and wait until the kubelet has its list with `count` healthy devices."""
     before = len(kubelet.updates(plugin.resource))
     plugin.register()
     kubelet.wait_until(lambda: len(kubelet.updates(plugin.resource)) > before)
@@ -45,7 +45,7 @@ def again(kubelet: FakeKubelet, plugin: BarePlugin, count: int) -> None:
 
 @pytest.fixture
 def listed(fake_kubelet: FakeKubelet) -> Callable[[], set[str]]:
-    """Return the names of the pods that PodResources lists."""
+    """Return a function that returns the names of the pods in PodResources List."""
 
     def names() -> set[str]:
         with grpc.insecure_channel(
@@ -62,7 +62,7 @@ Listed = Callable[[], set[str]]
 
 class TestSources:
     def test_a_kubelet_without_pods(self, fake_kubelet: FakeKubelet, plugins: Plugins, listed: Listed) -> None:
-        """A kubelet that the API server does not reach lists no pods; its checkpoint names them, and they run."""
+        """A restarted kubelet without the API server lists no pods; its checkpoint names the pods, which run on."""
         plugin = plugins(fake_kubelet, "a", "b")
         pod = fake_kubelet.run_pod("p", ONE)
         ended = fake_kubelet.run_pod("ended", ONE)
@@ -71,7 +71,7 @@ class TestSources:
         fake_kubelet.restart(wipe=False)
         again(fake_kubelet, plugin, 2)
         assert listed() == set()
-        # Neither List nor an update drops a pod that is over: UpdateAllocatedDevices waits for the sources.
+        # Neither List nor a device list removes an ended pod: UpdateAllocatedDevices waits until the pods are known.
         assert fake_kubelet.allocated(RESOURCE) == {"a", "b"}
         assert checkpointed(fake_kubelet) == {pod.uid: set(pod.device_ids), ended.uid: set(ended.device_ids)}
         assert pod.running
@@ -86,7 +86,7 @@ class TestRemovedPods:
     def test_forced_deletion_with_a_hung_runtime(
         self, fake_kubelet: FakeKubelet, plugins: Plugins, listed: Listed
     ) -> None:
-        """A pod that is deleted by force leaves List at once; its device is given away while its containers run."""
+        """A pod that is deleted by force leaves List at once; another pod gets its device while its containers run."""
         plugin = plugins(fake_kubelet, "a")
         pod = fake_kubelet.run_pod("p", ONE)
         pod.force_delete(hang=True)
@@ -194,7 +194,7 @@ class TestDamagedFiles:
         assert set(checkpointed(fake_kubelet)) == {pod.uid}
 
     def test_a_checkpoint_that_cannot_be_replaced(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
-        """Lists are taken although they cannot be written down; a pod that needs devices fails."""
+        """If the checkpoint cannot be written, the kubelet accepts device lists, and a pod with devices fails."""
         plugin = plugins(fake_kubelet, "a")
         fake_kubelet.damage_checkpoint("unreadable")
         plugin.show("a", "b")
@@ -207,7 +207,7 @@ class TestDamagedFiles:
     def test_a_restarted_kubelet_gives_devices_away(
         self, fake_kubelet: FakeKubelet, plugins: Plugins, damage: Damage, listed: Listed
     ) -> None:
-        """A kubelet that starts without a checkpoint knows no devices of running containers."""
+        """A kubelet that starts without a valid checkpoint gives a running container's device to another pod."""
         plugin = plugins(fake_kubelet, "a")
         pod = fake_kubelet.run_pod("p", ONE)
         fake_kubelet.stop()

@@ -23,7 +23,7 @@ Start = Callable[..., Vendor]
 
 @pytest.fixture
 def vendor(tmp_path: Path, fake_kubelet: FakeKubelet) -> Iterator[Start]:
-    """Give a function that starts the plugin on the fake kubelet."""
+    """Return a function that starts the plugin on the fake kubelet."""
     made: list[Vendor] = []
 
     def start(*resources: dict[str, Any], **quirks: Any) -> Vendor:
@@ -36,13 +36,13 @@ def vendor(tmp_path: Path, fake_kubelet: FakeKubelet) -> Iterator[Start]:
 
 
 def stub(vendor: Vendor) -> Any:
-    """A client of its first resource's socket."""
+    """Return a client of the socket of a plugin's first resource."""
     path = vendor.directory / f"{vendor.resources[0]['name'].replace('/', '_')}-vendor.sock"
     return DevicePluginStub(grpc.insecure_channel(f"unix:{path}", (("grpc.default_authority", "localhost"),)))
 
 
 def test_a_refusal_ends_it(fake_kubelet: FakeKubelet, vendor: Start) -> None:
-    """Some end when a resource is refused."""
+    """With `exit`, the plugin's process ends with status 1 when a registration is refused."""
     fake_kubelet.reject_registrations()
     assert vendor(failed_register="exit").status() == 1
 
@@ -74,7 +74,7 @@ def test_the_end_of_a_stream(fake_kubelet: FakeKubelet, vendor: Start, how: str,
 
 
 def read(stream: Iterator[pb.ListAndWatchResponse], lists: list[set[str]]) -> None:
-    """Collect the healths of each list until the stream is cancelled."""
+    """Add the set of health values of each device list to `lists`, until the stream is cancelled."""
     with contextlib.suppress(grpc.RpcError):
         for one in stream:
             lists.append({device.health for device in one.devices})  # noqa: PERF401 another thread looks at each

@@ -21,7 +21,7 @@ def test_devices_without_numa_nodes_give_no_hints() -> None:
 
 
 def test_preferred_is_the_least_number_of_nodes() -> None:
-    """Hints that need no more nodes than the resource could ever do with are preferred."""
+    """Hints with the least number of NUMA nodes that suffice if all devices are free are preferred."""
     hints = device_hints(TWO_BY_TWO, TWO_BY_TWO, [], 2, (0, 1))
     assert masks(hints) == [({0}, True), ({1}, True), ({0, 1}, False)]
 
@@ -37,7 +37,7 @@ def test_too_few_devices_give_an_empty_list() -> None:
 
 
 def test_reusable_devices_bind_the_node() -> None:
-    """Devices of an init container hold the hints to their nodes."""
+    """All hints include the NUMA nodes of an init container's devices, which the container reuses."""
     assert masks(device_hints(TWO_BY_TWO, ["b", "c"], ["a"], 2, (0, 1))) == [({0}, True), ({0, 1}, False)]
 
 
@@ -87,7 +87,7 @@ HINTS = st.lists(
 
 @given(st.lists(st.none() | HINTS, max_size=3), st.sampled_from(("best-effort", "restricted", "single-numa-node")))
 def test_a_preferred_merge_is_one_that_all_prefer(hints: list[list[Hint] | None], policy: TopologyPolicy) -> None:
-    """A pod is called aligned only if some hints, all preferred, name the same nodes."""
+    """Except under best-effort, a pod is admitted only if preferred hints of all resources name the same nodes."""
     nodes, admitted = merge(policy, hints, (0, 1, 2, 3))
     if policy == "best-effort":
         assert admitted

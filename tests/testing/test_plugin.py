@@ -32,7 +32,7 @@ class Things(DeviceSource):
 
 
 def test_served(fake_kubelet: FakeKubelet, served: Callable[..., Served]) -> None:
-    """The fixtures give a pod a device of an author's source in two lines."""
+    """With the fixtures `served` and `fake_kubelet`, a pod gets a source's device in two lines."""
     served(Things("a", "b"))
     assert fake_kubelet.run_pod("p", {"example.com/thing": 1}).nodes[0].container == "/dev/null"
 
@@ -97,7 +97,7 @@ class Failing(Things):
 
 
 class Blocking(Failing):
-    """The same with a plain generator, which runs in a thread."""
+    """A source like `Failing` whose `watch` is a plain generator, which runs in a thread."""
 
     def watch(self) -> Iterator[Sequence[Device]]:  # type: ignore[override]
         if self.ids:

@@ -92,7 +92,7 @@ class TestCgroups:
 
 
 class Unprepared(FakeKubelet):
-    """Notes the cgroups of a pod whose claims are prepared and unprepared."""
+    """A fake kubelet that notes whether a pod's cgroup has processes when its claims are prepared and unprepared."""
 
     seen: tuple[tuple[str, bool], ...] = ()
 

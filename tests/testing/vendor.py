@@ -14,12 +14,12 @@ RESOURCE = "vendor.example/gadget"
 
 
 def resource(*ids: str, name: str = RESOURCE, **answer: Any) -> dict[str, Any]:
-    """A resource of healthy devices, with an answer."""
+    """Return a resource of healthy devices. answer: how the plugin answers Allocate."""
     return {"name": name, "devices": dict.fromkeys(ids or ("g0", "g1"), "Healthy"), "answer": answer}
 
 
 class Vendor:
-    """The process, its file, and its record of calls."""
+    """The plugin's process, its configuration file, and its record of calls."""
 
     def __init__(self, where: Path, directory: Path, *resources: Mapping[str, Any], **quirks: Any) -> None:
         self.file, self.notes, self.log = (where / f"vendor.{end}" for end in ("json", "notes", "log"))
@@ -29,7 +29,7 @@ class Vendor:
         self.show(*(resources or (resource(),)))
 
     def show(self, *resources: Mapping[str, Any]) -> None:
-        """Have other devices."""
+        """Write other resources into the plugin's configuration file."""
         self.resources: Sequence[Mapping[str, Any]] = resources
         foreign.write(self.file, resources, **self.quirks)
 
