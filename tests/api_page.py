@@ -66,7 +66,7 @@ def _entry(name: str, thing: Any) -> Iterator[str]:
 
 
 def _signature(thing: Any) -> str:
-    """Return the parameters with their defaults; with their types where an author gives the values."""
+    """Return the parameters with their defaults, and with their types unless the object is a fake for tests."""
     typed = not thing.__module__.startswith(("deviceplugin.testing", "dra_bridge.testing"))
     shown: list[str] = []
     keyword_only = False

@@ -139,7 +139,7 @@ class Group:
         if self._beating is not None:
             self._beating.join(60)
 
-    # What is there.
+    # Queries of the group's state.
 
     def report(self, name: str) -> Object:
         """Return the agent's report of the driver in the node's Lease; an empty object before there is a report."""
@@ -174,7 +174,7 @@ class Group:
         slices, claims, pods = api.list("ResourceSlice"), api.list("ResourceClaim"), api.list("Pod")
         return list(judge(self.objects(), slices, claims, pods).values())
 
-    # What is done.
+    # Changes of the group's state.
 
     def start_agent(self, node: GroupNode) -> None:
         """Start the agent of a node, with the rights that the manifests give it."""

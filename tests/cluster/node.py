@@ -634,7 +634,7 @@ class Cluster:
         return self.api.list("Event", namespace, "v1", field_selector=f"involvedObject.name={name}")
 
     def kubectl(self, *arguments: str, check: bool = True) -> str:
-        """Run kubectl with all rights and return what it printed."""
+        """Run kubectl with all rights and return its output."""
         done = subprocess.run(
             [self.binaries.path("kubectl"), f"--kubeconfig={self.kubeconfig}", *arguments],
             stdin=subprocess.DEVNULL,

@@ -1,6 +1,6 @@
 """`dra-bridge` commands on a real node: their output is true, and the requested moves happen.
 
-The commands run with an operator's rights: to read Nodes and to patch some of their annotations.
+The commands run with exactly the rights of the operator's role in the manifests.
 """
 
 from __future__ import annotations

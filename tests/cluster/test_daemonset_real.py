@@ -544,7 +544,7 @@ def test_an_operator_is_told_no_lies(deployed: Deployed) -> None:
 
 
 def test_status_begins_with_what_is_wrong_with_the_agent(deployed: Deployed) -> None:
-    """While the kubelet does not run, the agent is not ready; `status` begins with that and exits with 1."""
+    """While the kubelet is stopped, `status` begins with the problem that the agent is not ready, and exits with 1."""
     cluster, problem = deployed.cluster, f"it is not ready: {RESOURCE}: not registered with the kubelet"
     deployed.wait_offered(2)
     assert deployed.cli("status")[0] == 0

@@ -35,7 +35,7 @@ NOTICED = re.compile(
 
 @pytest.fixture(autouse=True)
 def watched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the agents serve their metrics."""
+    """Make the agents serve their metrics."""
     monkeypatch.setattr(Agents, "metrics", "127.0.0.1:9410")
 
 

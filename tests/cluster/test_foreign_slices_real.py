@@ -204,7 +204,7 @@ def test_the_name_is_taken(bridge: Bridge) -> None:
 
 
 def test_a_claim_for_a_device_that_does_not_exist(bridge: Bridge) -> None:
-    """A claim for a device that only a foreign slice has is refused by name; later claims are served."""
+    """A claim for a device that only a foreign slice has fails with an Event that names it; later claims are served."""
     cluster = bridge.cluster
     with stopped(bridge):
         cluster.api.create(foreign(bridge, generation=MOST))

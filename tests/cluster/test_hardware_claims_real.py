@@ -66,7 +66,7 @@ def until_held(scene: Scene, wanted: Mapping[Pod, int], limit: float = 120) -> N
 
 
 def waits(scene: Scene, pod: Pod) -> None:
-    """Wait until containerd does not create a pod's container because its CDI device is in no file."""
+    """Wait until containerd refuses to create a pod's container, because the container's CDI device is in no file."""
 
     def created() -> bool:
         states = [one["state"] for one in pod.status.get("containerStatuses", ())]

@@ -57,7 +57,7 @@ class FakeGpus:
             self.values[key] = value
 
     def xid(self, gpu: int, code: int, instance: int = -1, compute: int = -1) -> None:
-        """Have the driver report an XID; -1 is a change of partitions."""
+        """Make the driver report an XID; the code -1 is a change of partitions."""
         with open(f"{self.state}.events", "a") as events:
             events.write(f"{gpu} {code} {instance} {compute}\n")
 

@@ -45,7 +45,7 @@ class Scene(ABC):
     pace = 1.0
     """The factor by which kubelet and agent are faster than with the default settings."""
     patient = LONG
-    """Whether there is time for steps that take the kubelet a minute."""
+    """Whether scenarios may take steps for which the kubelet needs a minute."""
 
     # Devices, agent and pods.
 
