@@ -61,6 +61,11 @@ def counted(number: int, what: str = "device") -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
+def some(names: Sequence[str], most: int) -> str:
+    """Return the first `most` names as text, with the number of the others: "a, b and 3 more"."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
 def printable(text: str) -> str:
     """Return a text with control characters escaped, because these can change a terminal's cursor or text direction."""
     return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)

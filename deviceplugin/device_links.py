@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Final
 
-from deviceplugin.device import Device, counted
+from deviceplugin.device import Device, counted, some
 
 ADVICE: Final = (
     "make the link before containers start: a line of tmpfiles.d for each (`L /dev/char/240:0 - - - - ../fpga0`), for "
@@ -50,8 +50,7 @@ def unlinked(devices: Iterable[Device], places: Sequence[Path] = (Path("/dev"), 
 
 def warning(missing: dict[str, str]) -> str:
     """Return a sentence with the effect and the remedy of missing links. missing: the result of `unlinked`."""
-    shown: Sequence[str] = [f"{path} ({link})" for path, link in list(missing.items())[:3]]
-    more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+    shown = some([f"{path} ({link})" for path, link in missing.items()], 3)
     what = counted(len(missing), "device node")
     effect = "with runc before 1.1.7 containers lose them at the next `systemctl daemon-reload` (EPERM)"
-    return f"{what} without a link in /dev/char or /dev/block, {effect}: {', '.join(shown)}{more}; {ADVICE}"
+    return f"{what} without a link in /dev/char or /dev/block, {effect}: {shown}; {ADVICE}"

@@ -88,6 +88,14 @@ def parse_quantity(value: int | str) -> Fraction:
     return -number if match["sign"] == "-" else number
 
 
+def whole_quantity(value: object) -> int:
+    """Return a quantity as an integer; 0 if the value is no quantity."""
+    try:
+        return int(parse_quantity(value))  # type: ignore[arg-type]  # parse_quantity refuses other types
+    except NamingError:
+        return 0
+
+
 def check_label(name: str, what: str = "the name") -> None:
     """Raise NamingError unless the name is a DNS label. what: a description of the name for the message."""
     if not LABEL.fullmatch(name):

@@ -15,10 +15,10 @@ from typing import Any, Final
 
 import msgspec
 
-from deviceplugin.device import Device, counted
+from deviceplugin.device import Device, counted, some
 from deviceplugin.metrics.load import Value
 from deviceplugin.metrics.report import Event, ShareProgress
-from deviceplugin.metrics.views import AgentView, DeviceHolder, DeviceView, ResourceView, UnlistedDevice, no_plugin
+from deviceplugin.metrics.views import AgentView, DeviceHolder, DeviceView, ResourceView, UnlistedDevice, iso, no_plugin
 from deviceplugin.register.records import State
 
 CALM: Final = 4  # The urgency of a device that needs no attention.
@@ -33,7 +33,7 @@ def status(view: AgentView) -> bytes:
     """Return the agent's state as JSON, for /status."""
     contents = {
         "node": view.node,
-        "at": _iso(view.at),
+        "at": iso(view.at),
         "ready": not view.unready,
         "unready": list(view.unready),
         "problems": list(view.problems),
@@ -41,7 +41,7 @@ def status(view: AgentView) -> bytes:
         "doubleAllocations": view.double_allocations,
         "resources": [_resource(resource) for resource in view.resources],
         "events": [
-            {"at": _iso(event.at), "resource": event.resource, "text": event.text, "bad": event.bad}
+            {"at": iso(event.at), "resource": event.resource, "text": event.text, "bad": event.bad}
             for event in view.events
         ],
         "providers": {name: dict(report.status) for name, report in view.providers.items()},
@@ -54,7 +54,7 @@ def _resource(resource: ResourceView) -> dict[str, Any]:
     reported, servicer, registration = resource.status, resource.status.endpoint, resource.status.registration
     vendor = reported.vendor and {
         "connected": reported.vendor.connected,
-        "since": _iso(reported.vendor.since),
+        "since": iso(reported.vendor.since),
     }
     return {
         "resource": resource.name,
@@ -83,11 +83,11 @@ def _device(seen: DeviceView) -> dict[str, Any]:
         "health": device.health.value,
         "replicas": seen.replicas,
         "message": device.message,
-        "since": _iso(seen.since) if seen.since is not None else None,
+        "since": iso(seen.since) if seen.since is not None else None,
         "gone": seen.gone,
         "side": location.side,
         "state": location.state.value,
-        "stateSince": _iso(location.since) if location.since else None,
+        "stateSince": iso(location.since) if location.since else None,
         "reason": location.reason,
         "waits": location.waits,
         "withheld": seen.withheld.reason if seen.withheld else "",
@@ -97,10 +97,6 @@ def _device(seen: DeviceView) -> dict[str, Any]:
         "administrativeAccess": seen.admins,
         "load": dict(seen.load),
     }
-
-
-def _iso(at: float) -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(at))
 
 
 @functools.cache
@@ -189,8 +185,7 @@ def _attention(view: AgentView) -> Iterable[str]:
 def _more(seen: DeviceView) -> str:
     """Return a text with the time at which a device began to need attention, and with its known holders."""
     names = [holder.text or holder.side for holder in seen.holders]
-    more = f" and {len(names) - SHOWN_HOLDERS} more" if len(names) > SHOWN_HOLDERS else ""
-    held = f"held by {', '.join(names[:SHOWN_HOLDERS])}{more}" if names else ""
+    held = f"held by {some(names, SHOWN_HOLDERS)}" if names else ""
     return "; ".join(filter(None, (_since(seen.since or _moving_since(seen)), held)))
 
 
@@ -199,7 +194,7 @@ def _moving_since(seen: DeviceView) -> float | None:
 
 
 def _since(at: float | None) -> str:
-    return f"since {_iso(at)[:16].replace('T', ' ')}" if at else ""
+    return f"since {iso(at)[:16].replace('T', ' ')}" if at else ""
 
 
 def _mark(resource: str, device: str) -> str:
@@ -225,9 +220,7 @@ def _section(resource: ResourceView, view: AgentView) -> str:
         text += f", {sum(bool(seen.holders) for seen in resource.devices)} held"
     title = _span("good", "registered") if resource.status.registered else _span("bad", "not registered")
     if (vendor := resource.status.vendor) is not None:
-        shown = (
-            f"the vendor's plugin is connected since {_iso(vendor.since)}" if vendor.connected else no_plugin(vendor)
-        )
+        shown = f"the vendor's plugin is connected since {iso(vendor.since)}" if vendor.connected else no_plugin(vendor)
         title += _span("dim" if vendor.connected else "bad", shown)
     title += _span("dim", text)
     if unhealthy := sum(not seen.device.health.usable for seen in resource.devices):
@@ -380,7 +373,7 @@ def with_unit(number: float) -> str:
 
 def _events(events: Iterable[Event]) -> str:
     lines = [
-        f'<li><time class="dim" datetime="{_iso(event.at)}">{_iso(event.at)[:19].replace("T", " ")}</time>'
+        f'<li><time class="dim" datetime="{iso(event.at)}">{iso(event.at)[:19].replace("T", " ")}</time>'
         f"{_span('dim', event.resource)}{_span('bad' if event.bad else 'fine', event.text)}</li>"
         for event in reversed(tuple(events))
     ]

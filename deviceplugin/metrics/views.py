@@ -171,11 +171,11 @@ def unanswered(status: AgentStatus, now: float) -> Iterable[str]:
     now: the time (Unix seconds).
     """
     if status.kubelet_silent is not None:
-        yield f"the kubelet has not answered since {_iso(status.kubelet_silent)}; the node starts and ends no pods"
+        yield f"the kubelet has not answered since {iso(status.kubelet_silent)}; the node starts and ends no pods"
     for resource in status.resources:
         since = resource.vendor.unanswered if resource.vendor is not None else None
         if since is not None and now - since >= UNANSWERED:
-            yield f"{resource.resource}: the vendor's plugin has not answered a call since {_iso(since)}"
+            yield f"{resource.resource}: the vendor's plugin has not answered a call since {iso(since)}"
 
 
 def unlinked(status: AgentStatus) -> Iterable[str]:
@@ -187,13 +187,14 @@ def unlinked(status: AgentStatus) -> Iterable[str]:
             yield f"{resource.resource}: {device_links.warning(missing)}"
 
 
-def _iso(at: float) -> str:
+def iso(at: float) -> str:
+    """Return a time (Unix seconds) as text in the form of RFC 3339."""
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(at))
 
 
 def no_plugin(vendor: VendorConnection) -> str:
     """Return a text with the time since which a vendor's plugin has not been connected to the agent."""
-    return f"the vendor's plugin is not registered with the agent since {_iso(vendor.since)}"
+    return f"the vendor's plugin is not registered with the agent since {iso(vendor.since)}"
 
 
 def events_between(before: ResourceStatus | None, now: ResourceStatus, at: float) -> list[Event]:

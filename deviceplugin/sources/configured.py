@@ -29,7 +29,7 @@ from deviceplugin.backoff import Backoff
 from deviceplugin.config.lock import OPEN, Lock
 from deviceplugin.config.rules import sides_conflict
 from deviceplugin.config.types import DeviceEntry, DraConfig, HealthConfig, ResourceConfig, typed_attributes
-from deviceplugin.device import ContainerEdits, Device, DeviceNode, Mount, natural
+from deviceplugin.device import ContainerEdits, Device, DeviceNode, Mount, natural, some
 from deviceplugin.naming import PCI_BUS_ID
 from deviceplugin.source import DeviceSource, Measured
 from deviceplugin.sources.path import PathSource, filled
@@ -110,14 +110,10 @@ def nodeless(devices: Iterable[Device]) -> list[str]:
     empty = [device.id for device in devices if not device.container_edits]
     notes = []
     if mounted:
-        notes.append(f"not a device node, containers get it as a mount: {_some(mounted)}")
+        notes.append(f"not a device node, containers get it as a mount: {some(mounted, 3)}")
     if empty:
-        notes.append(f"no device node, containers get what the resource's own keys say: {_some(empty)}")
+        notes.append(f"no device node, containers get what the resource's own keys say: {some(empty, 3)}")
     return notes
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def is_wanted(device: Device, resource: ResourceConfig) -> bool:

@@ -14,6 +14,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from deviceplugin.device import some
+
+SHOWN: Final = 5  # Maximum number of paths in a sentence for the log.
+
 
 class PairedBy(enum.Enum):
     """The reason why several paths form one device. The value is a text for messages."""
@@ -56,9 +60,9 @@ class Pairing:
                     f"{first.path} ({os.path.basename(first.hardware)})" if first.hardware else first.path
                     for first in firsts
                 ]
-                yield f"paired by {how.value}: {_some(named)}"
+                yield f"paired by {how.value}: {some(named, SHOWN)}"
         if self.left:
-            names = _some([part.path for part in self.left])
+            names = some([part.path for part in self.left], SHOWN)
             yield f"left out, since nothing shows which parts belong together: {names}"
 
 
@@ -132,10 +136,6 @@ def _is_whole(group: Group, needed: Sequence[bool], *, named: bool = False) -> b
 def _first(columns: Sequence[Sequence[Part]], needed: Sequence[bool]) -> Iterable[Part]:
     """Return the matches of the first glob that is not optional."""
     return columns[list(needed).index(True)]
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 _GROUPS: Final = {PairedBy.HARDWARE: _by_hardware, PairedBy.TEXT: _by_text, PairedBy.ALONE: _alone}

@@ -161,10 +161,10 @@ class Cluster:
         """Read the allocation of one ResourceClaim. Raises NotFoundError if the claim does not exist."""
         return await self._exchange(forms.CLAIM, "GET", api.RESOURCE_CLAIMS, name, namespace)
 
-    async def allocated_claims(self) -> list[Object]:
-        """Return all allocated ResourceClaims at one moment, each with only its allocation and the pods that use it."""
-        claims, _ = await self._whole(api.RESOURCE_CLAIMS, forms.CLAIMS)
-        return [claim.body() for claim in claims if claim.results]
+    async def allocated_claims(self) -> list[ListedClaim]:
+        """Return all allocated ResourceClaims at one moment."""
+        claims, _ = await self._whole(api.RESOURCE_CLAIMS, forms.CLAIMS, keep=lambda claim: bool(claim.results))
+        return claims
 
     async def _whole(
         self,

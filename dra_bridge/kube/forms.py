@@ -140,16 +140,6 @@ class ListedClaim(NamedTuple):
         """The claim's namespace/name."""
         return f"{self.namespace}/{self.name}"
 
-    def body(self) -> Object:
-        """Return the claim's fields in the form of its JSON."""
-        results = [
-            {"driver": one.driver, "pool": one.pool, "device": one.device, "adminAccess": one.admin}
-            for one in self.results
-        ]
-        pods = [{"resource": "pods", "name": one.name, "uid": one.uid} for one in self.pods]
-        status = {"allocation": {"devices": {"results": results}}, "reservedFor": pods} if results else {}
-        return {"metadata": {"namespace": self.namespace, "name": self.name, "uid": self.uid}, "status": status}
-
 
 def _raw(body: bytes | bytearray, kind: str) -> bytes:
     envelope = pb.Envelope.FromString(bytes(body[len(MAGIC) :])) if body.startswith(MAGIC) else None

@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from deviceplugin.naming import whole_quantity
 from dra_bridge.plan import cluster_checks, node_checks, pod_checks
 from dra_bridge.plan.findings import FindingKind, PlanFinding, Severity
-from dra_bridge.plan.objects import Unread, name_of, part, quantity_of, seconds_of, title_of
+from dra_bridge.plan.objects import Unread, name_of, part, seconds_of, title_of
 from dra_bridge.plan.view import ClusterView, asked_of, minor_of
 
 Check = Callable[[ClusterView], Iterator[PlanFinding]]
@@ -132,8 +133,8 @@ def _uses(view: ClusterView) -> Iterator[ResourceUse]:
             resource,
             target.driver,
             len(nodes),
-            sum(quantity_of(part(node, "status", "capacity").get(resource)) for node in nodes),
-            sum(quantity_of(part(node, "status", "allocatable").get(resource, 0)) for node in nodes),
+            sum(whole_quantity(part(node, "status", "capacity").get(resource)) for node in nodes),
+            sum(whole_quantity(part(node, "status", "allocatable").get(resource, 0)) for node in nodes),
             sum(count for (_, driver), count in view.slices.items() if driver == target.driver),
             dict(sorted(counts.items())),
             devices[False],

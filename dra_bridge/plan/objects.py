@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Final
 
-from deviceplugin.naming import NamingError, parse_quantity
+from deviceplugin.naming import whole_quantity
 
 Body = Mapping[str, Any]
 """An object of the API, as decoded from JSON."""
@@ -90,14 +90,6 @@ def seconds_of(text: object) -> float:
         return 0.0
 
 
-def quantity_of(value: object) -> int:
-    """Return a quantity as an integer; 0 if the value is not a quantity."""
-    try:
-        return int(parse_quantity(value))  # type: ignore[arg-type]  # parse_quantity refuses other types
-    except NamingError:
-        return 0
-
-
 def _kept(body: Body, keys: Collection[str]) -> dict[str, Any]:
     return {key: body[key] for key in keys if key in body}
 
@@ -157,7 +149,7 @@ def _node(body: Body) -> dict[str, Any]:
         "status": {
             "version": part(status, "nodeInfo", "kubeletVersion") or "",
             **{
-                key: {name: value for name, value in part(status, key).items() if "/" in name and quantity_of(value)}
+                key: {name: value for name, value in part(status, key).items() if "/" in name and whole_quantity(value)}
                 for key in ("capacity", "allocatable")
             },
         },

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
+from deviceplugin.naming import whole_quantity
+from dra_bridge.convert.pods import MAX_DEVICES
 from dra_bridge.handover.admission import AdmittedPod, denied
 from dra_bridge.plan.findings import FindingKind, PlanFinding
-from dra_bridge.plan.objects import name_of, part, quantity_of, seconds_of, title_of
+from dra_bridge.plan.objects import name_of, part, seconds_of, title_of
 from dra_bridge.plan.view import ClusterView, asked_of, listed
-
-MAX_DEVICES = 32
-"""Maximum number of devices of one claim (AllocationResultsMaxSize, pkg/apis/resource/types.go, 1.36)."""
 
 
 def fits_nowhere(view: ClusterView) -> Iterator[PlanFinding]:
@@ -22,7 +21,7 @@ def fits_nowhere(view: ClusterView) -> Iterator[PlanFinding]:
     for node in view.nodes:
         published = sum(count for (name, _), count in view.slices.items() if name == name_of(node))
         for resource in view.targets:
-            capacity = quantity_of(part(node, "status", "capacity").get(resource, 0))
+            capacity = whole_quantity(part(node, "status", "capacity").get(resource, 0))
             # While an agent runs, capacity includes the devices for claims, so `published` is not added.
             most[resource] = max(most[resource], capacity, published if view.targets[resource].driver else 0)
     for pod in view.pods:
@@ -60,8 +59,8 @@ def init_reuses(view: ClusterView) -> Iterator[PlanFinding]:
                 continue
             for resource, value in container["limits"].items():
                 others = [one["limits"].get(resource) for one in spec["containers"]]
-                counts = [quantity_of(one) for one in others if one is not None]
-                if resource in view.targets and any(counts) and quantity_of(value) not in (0, *counts):
+                counts = [whole_quantity(one) for one in others if one is not None]
+                if resource in view.targets and any(counts) and whole_quantity(value) not in (0, *counts):
                     reason = f"{container['name']} asks for {value} {resource}, beside {', '.join(map(str, counts))}"
                     yield PlanFinding(FindingKind.INIT_REUSES, f"pod {title_of(pod)}", reason)
 
@@ -84,7 +83,7 @@ def restart_ends(view: ClusterView) -> Iterator[PlanFinding]:
             ]
             if not any(one.by_dra for one in admitted):
                 continue
-            capacity = quantity_of(part(node, "status", "allocatable").get(resource, 0))
+            capacity = whole_quantity(part(node, "status", "allocatable").get(resource, 0))
             if ended := denied(admitted, capacity):
                 reason = f"{resource}: {capacity} allocatable; would end {listed(ended)}"
                 yield PlanFinding(FindingKind.RESTART_ENDS, f"node {name_of(node)}", reason)

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import msgspec
 
+from deviceplugin.device import some
 from dra_bridge.kube import (
     CLUSTER_ROLE_BINDINGS,
     DAEMON_SETS,
@@ -132,8 +133,7 @@ async def _kubelets(cluster: Cluster, names: list[str], unread: list[Unread]) ->
 
     await asyncio.gather(*map(ask, names))
     for reason, nodes in sorted(failed.items()):
-        more = f" and {len(nodes) - 3} more" if len(nodes) > 3 else ""
-        unread.append(Unread("nodes/proxy (the kubelets' configz)", f"{reason}: {', '.join(sorted(nodes)[:3])}{more}"))
+        unread.append(Unread("nodes/proxy (the kubelets' configz)", f"{reason}: {some(sorted(nodes), 3)}"))
     return found
 
 

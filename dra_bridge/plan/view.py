@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Final
 
-from deviceplugin.naming import RESOURCE
+from deviceplugin.device import some
+from deviceplugin.naming import RESOURCE, whole_quantity
 from dra_bridge.plan.objects import (
     AGENT,
     FOR_LIMITS,
@@ -18,7 +19,6 @@ from dra_bridge.plan.objects import (
     labels_of,
     name_of,
     part,
-    quantity_of,
     title_of,
 )
 
@@ -210,13 +210,13 @@ def asked_of(pod: Body) -> dict[str, int]:
     spec = part(pod, "spec")
     for container in spec.get("containers", ()):
         for name, value in container["limits"].items():
-            found[name] += quantity_of(value)
+            found[name] += whole_quantity(value)
     for container in spec.get("initContainers", ()):
         for name, value in container["limits"].items():
             if container.get("restartPolicy") == "Always":
-                found[name] += quantity_of(value)
+                found[name] += whole_quantity(value)
             else:
-                first[name] = max(first[name], quantity_of(value))
+                first[name] = max(first[name], whole_quantity(value))
     whole = {name: max(found.get(name, 0), first.get(name, 0)) for name in {*found, *first}}
     return {name: count for name, count in whole.items() if count}
 
@@ -236,9 +236,7 @@ def minor_of(node: Body) -> int:
 
 def listed(names: Iterable[str], most: int = 5) -> str:
     """Return a text with at most `most` names, and the number of the other names."""
-    whole = sorted(names)
-    rest = f" and {len(whole) - most} more" if len(whole) > most else ""
-    return ", ".join(whole[:most]) + rest
+    return some(sorted(names), most)
 
 
 def resources_of(objects: ClusterObjects, driver: str) -> list[str]:

@@ -18,7 +18,6 @@ from dra_bridge.kube import DAEMON_SETS, PODS, Cluster, NotFoundError, Object
 from dra_bridge.rollout.agents import (
     LABEL,
     Answers,
-    UnlistedClaims,
     ask_agents,
     namespaces_of_agents,
     running_agents,
@@ -316,8 +315,7 @@ def in_use(answers: Answers, agents: Collection[AgentPod], nodes: Collection[str
         if node in serving
     ]
     away, claims = dict[str, set[str]](), dict[str, set[str]]()
-    listed = {key: UnlistedClaims(device.state, device.claims) for key, device in answers.devices.items()}
-    for (node, resource, _), device in (listed | dict(answers.unlisted)).items():
+    for (node, resource, _), device in {**answers.devices, **answers.unlisted}.items():
         if (node, resource) in answers.adopted:
             if device.state not in ("", "plugin"):
                 away.setdefault(resource, set()).add(node)

@@ -61,19 +61,15 @@ class _ReportedHolder(msgspec.Struct):
 
 
 class _DeviceStatus(msgspec.Struct):
+    """A device in `/status`. For a device that no device source lists, only id, state and holders are given."""
+
     id: str
-    health: str
+    health: str = ""
     message: str = ""
     gone: bool = False
     withheld: str = ""
     state: str = ""
     waits: str = ""
-    holders: list[_ReportedHolder] = []
-
-
-class _Unlisted(msgspec.Struct):
-    id: str
-    state: str = ""
     holders: list[_ReportedHolder] = []
 
 
@@ -84,7 +80,7 @@ class _Vendor(msgspec.Struct):
 class _Resource(msgspec.Struct):
     resource: str
     devices: list[_DeviceStatus]
-    unlisted: list[_Unlisted] = []
+    unlisted: list[_DeviceStatus] = []
     vendor: _Vendor | None = None
 
 
@@ -120,16 +116,6 @@ class DeviceNow(msgspec.Struct, frozen=True):
     claims: tuple[str, ...] = ()
 
 
-class UnlistedClaims(NamedTuple):
-    """A device in an agent's register that no device source lists.
-
-    claims: namespace/name of the claims that have the device.
-    """
-
-    state: str
-    claims: tuple[str, ...]
-
-
 @dataclass(frozen=True, slots=True)
 class Answers:
     """The content of the agents' responses.
@@ -145,7 +131,7 @@ class Answers:
     reasons: Mapping[str, str] = field(default_factory=dict)
     problems: Mapping[str, Sequence[str]] = field(default_factory=dict)
     adopted: Mapping[tuple[str, str], bool] = field(default_factory=dict)
-    unlisted: Mapping[tuple[str, str, str], UnlistedClaims] = field(default_factory=dict)
+    unlisted: Mapping[tuple[str, str, str], DeviceNow] = field(default_factory=dict)
 
 
 async def namespaces_of_agents(cluster: Cluster) -> list[str]:
@@ -231,7 +217,7 @@ async def ask_agents(cluster: Cluster, nodes: Collection[str], namespace: str = 
     devices: dict[tuple[str, str, str], DeviceNow] = {}
     problems: dict[str, tuple[str, ...]] = {}
     adopted: dict[tuple[str, str], bool] = {}
-    unlisted: dict[tuple[str, str, str], UnlistedClaims] = {}
+    unlisted: dict[tuple[str, str, str], DeviceNow] = {}
     for node, answer in answered:
         if isinstance(answer, str):
             reasons[node] = answer
@@ -243,10 +229,9 @@ async def ask_agents(cluster: Cluster, nodes: Collection[str], namespace: str = 
         for resource in answer.resources:
             if resource.vendor is not None:
                 adopted[node, resource.resource] = resource.vendor.connected
-            devices_now = {device.id: _now(device, known=answer.holders_known) for device in resource.devices}
-            devices |= {(node, resource.resource, name): now for name, now in devices_now.items()}
-            for each in resource.unlisted:
-                unlisted[node, resource.resource, each.id] = UnlistedClaims(each.state, _claims(each.holders))
+            for there, listed in ((devices, resource.devices), (unlisted, resource.unlisted)):
+                for device in listed:
+                    there[node, resource.resource, device.id] = _now(device, known=answer.holders_known)
     return Answers(devices, reasons, problems, adopted, unlisted)
 
 
@@ -365,30 +350,21 @@ async def _answer(asking: Coroutine[None, None, bytes], turns: _Turns, right: st
         asking.close()
 
 
-def _titles(holders: Sequence[_ReportedHolder]) -> str:
-    return ", ".join(dict.fromkeys(holder.text for holder in holders))
-
-
-def _claims(holders: Sequence[_ReportedHolder]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(f"{each.namespace}/{each.claim}" for each in holders if each.side == "dra"))
-
-
 def _now(device: _DeviceStatus, *, known: bool) -> DeviceNow:
     """Convert a device's entry in `/status` to a `DeviceNow`.
 
     known: whether the agent knows all pods that hold devices; an agent always knows the claims.
     """
-    holder: str | None = _titles(device.holders)
-    pods = sorted({user.pod for user in device.holders if user.side == "dra" and user.pod})
-    holder = holder if holder or known else None
+    users = [holder for holder in device.holders if holder.side == "dra"]
+    title = ", ".join(dict.fromkeys(holder.text for holder in device.holders))
     return DeviceNow(
         device.health,
         device.message,
         device.gone,
-        holder,
-        tuple(pods),
+        title if title or known else None,
+        tuple(sorted({user.pod for user in users if user.pod})),
         device.withheld,
         device.state,
         device.waits,
-        _claims(device.holders),
+        tuple(dict.fromkeys(f"{user.namespace}/{user.claim}" for user in users)),
     )

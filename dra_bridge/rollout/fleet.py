@@ -13,12 +13,12 @@ from typing import Any, Final
 
 import msgspec
 
-from deviceplugin.device import natural
+from deviceplugin.device import natural, some
 from deviceplugin.exclusion import DeviceKey
 from deviceplugin.naming import published_names
 from deviceplugin.register.records import NONE, State
 from dra_bridge.handover.share import Share, ShareError, parse_requested
-from dra_bridge.kube import Object
+from dra_bridge.kube import ListedClaim, Object
 from dra_bridge.rollout import autoscaler
 from dra_bridge.rollout.agents import Answers
 from dra_bridge.rollout.autoscaler import UNMARKED, MarkedNode, Marks, MarkStep, guarded_patch, marks_of, placement
@@ -97,15 +97,6 @@ class NodeView:
         return self.reported is not None and self.reported.requested == (self.requested or "")
 
 
-def allocations(claim: Object, *, admin: bool = False) -> list[Object]:
-    """Return the devices in a claim's allocation, as objects with driver, pool and device.
-
-    admin: whether to return the devices with administrative access, instead of the devices that the claim holds.
-    """
-    devices = ((claim.get("status") or {}).get("allocation") or {}).get("devices") or {}
-    return [result for result in devices.get("results") or () if bool(result.get("adminAccess")) is admin]
-
-
 def drivers_of(slices: Iterable[Object], leases: Iterable[Object]) -> list[str]:
     """Return the drivers for which an annotation of these ResourceSlices or Leases has an agent's report."""
     keys = {key for body in leases for key in body["metadata"].get("annotations") or ()}
@@ -121,7 +112,7 @@ def views(
     driver: str,
     nodes: Iterable[Object],
     slices: Iterable[Object],
-    claims: Iterable[Object] = (),
+    claims: Iterable[ListedClaim] = (),
     leases: Iterable[Object] = (),
 ) -> list[NodeView]:
     """Return a driver's progress on each of these nodes, in the natural order of the nodes' names.
@@ -133,13 +124,13 @@ def views(
     for body in slices:
         if body["spec"]["driver"] == driver:
             by_node.setdefault(body["spec"].get("nodeName", ""), []).append(body)
-    by_device: dict[DeviceKey, list[Object]] = {}
-    admins: dict[DeviceKey, list[Object]] = {}
+    by_device: dict[DeviceKey, list[ListedClaim]] = {}
+    admins: dict[DeviceKey, list[ListedClaim]] = {}
     for claim in claims:
-        for seen, admin in ((by_device, False), (admins, True)):
-            for result in allocations(claim, admin=admin):
-                if result.get("driver") == driver:
-                    seen.setdefault((result.get("pool", ""), result.get("device", "")), []).append(claim)
+        for result in claim.results:
+            if result.driver == driver:
+                seen = admins if result.admin else by_device
+                seen.setdefault((result.pool, result.device), []).append(claim)
     node_views = []
     for node in nodes:
         name, annotations = node["metadata"]["name"], _annotations(node)
@@ -178,8 +169,8 @@ def _before(text: str | None) -> Before | None:
 def _devices(
     pool: str,
     reported: Progress,
-    claims: Mapping[DeviceKey, Sequence[Object]],
-    admins: Mapping[DeviceKey, Sequence[Object]],
+    claims: Mapping[DeviceKey, Sequence[ListedClaim]],
+    admins: Mapping[DeviceKey, Sequence[ListedClaim]],
 ) -> tuple[ReportedDevice, ...]:
     """Return a node's devices. claims, admins: for each (pool, device name), its holders and administrative claims."""
     devices = {resource: progress.devices for resource, progress in reported.resources.items()}
@@ -190,22 +181,15 @@ def _devices(
             key = (pool, published.get((resource, name), ""))
             holders = claims.get(key, ()) if device.state.prepares else ()
             titles, watching = _titles(holders), _titles(admins.get(key, ()))
-            pods = {
-                str(user.get("name", ""))
-                for claim in holders
-                for user in (claim.get("status") or {}).get("reservedFor") or ()
-                if user.get("resource") == "pods"
-            }
+            pods = {pod.name for claim in holders for pod in claim.pods}
             fields = msgspec.structs.asdict(device) | {"holder": ", ".join(titles) or device.holder}
             fields |= {"known": bool(titles), "admins": watching}
             listed.append(ReportedDevice(resource=resource, name=name, pods=tuple(sorted(pods)), **fields))
     return tuple(sorted(listed, key=lambda view: (natural(view.resource), natural(view.name))))
 
 
-def _titles(claims: Iterable[Object]) -> tuple[str, ...]:
-    return tuple(
-        dict.fromkeys(f"claim {claim['metadata']['namespace']}/{claim['metadata']['name']}" for claim in claims)
-    )
+def _titles(claims: Iterable[ListedClaim]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(f"claim {claim.title}" for claim in claims))
 
 
 def with_answers(view: NodeView, answers: Answers) -> NodeView:
@@ -267,8 +251,7 @@ def administrative(view: NodeView) -> list[str]:
 
 def shortened(names: Iterable[str]) -> str:
     """Return a text with at most five names, in natural order, and the number of the other names."""
-    ordered = sorted(set(names), key=natural)
-    return ", ".join(ordered[:5]) + (f" and {len(ordered) - 5} more" if len(ordered) > 5 else "")
+    return some(sorted(set(names), key=natural), 5)
 
 
 def distance(view: NodeView) -> int:

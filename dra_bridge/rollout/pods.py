@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Final
 
-from deviceplugin.naming import NamingError, parse_quantity
+from deviceplugin.naming import whole_quantity
 from dra_bridge.kube import EVENTS, NODES, PODS, Cluster, Kind, Object
 
 FEW: Final = 12
@@ -127,13 +127,5 @@ def requests_of(pod: Object) -> dict[str, int]:
             resources = container.get("resources") or {}
             for name, amount in {**(resources.get("requests") or {}), **(resources.get("limits") or {})}.items():
                 if "/" in name:
-                    amounts[name] = combined(amounts.get(name, 0), quantity(amount))
+                    amounts[name] = combined(amounts.get(name, 0), whole_quantity(amount))
     return amounts
-
-
-def quantity(text: str | int | None) -> int:
-    """Parse a quantity such as 8 or 1k as an integer; return 0 for any other text."""
-    try:
-        return int(parse_quantity(text or 0))
-    except NamingError:
-        return 0

@@ -8,7 +8,7 @@ from typing import Final
 from dra_bridge.kube import NODES, Cluster, ForbiddenError
 from dra_bridge.rollout.agents import LABEL, namespaces_of_agents, running_agents
 from dra_bridge.rollout.autoscaler import SCALE_DOWN_DISABLED, mark_annotation
-from dra_bridge.rollout.fleet import allocations, shortened
+from dra_bridge.rollout.fleet import shortened
 
 _LEFT_BEHIND: Final = """\
 not removed: created objects and share annotations; to remove those of all agents:
@@ -44,10 +44,10 @@ async def obstacles(
         return [f"it is not known whether agents run or claims are in use: {error.message}"]
     nodes = shortened(pod["spec"].get("nodeName", "") for pod in agents)
     used = shortened(
-        f"{claim['metadata']['namespace']}/{claim['metadata']['name']}"
+        claim.title
         for claim in claims
-        for result in allocations(claim)
-        if result.get("driver") in drivers and node in ("", result.get("pool"))
+        for result in claim.results
+        if not result.admin and result.driver in drivers and node in ("", result.pool)
     )
     running = f"agents run on {nodes}: they publish slices again; delete the DaemonSet first"
     in_use = f"claims have devices of these drivers: {used}: their pods cannot end without the driver's agent"

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from deviceplugin.device import natural
 from dra_bridge import kube
-from dra_bridge.kube import LEASES, NODES, RESOURCE_SLICES, Cluster, Object
+from dra_bridge.kube import LEASES, NODES, RESOURCE_SLICES, Cluster, ListedClaim, Object
 from dra_bridge.rollout import autoscaler, fleet
 from dra_bridge.rollout.agents import LABEL, lease_namespaces
 from dra_bridge.rollout.autoscaler import MarkStep
@@ -108,7 +108,7 @@ async def read_nodes(
     if driver and driver not in _drivers(slices, leases):
         await check_driver(cluster, driver, leases)
 
-    def views(claims: Sequence[Object]) -> list[NodeView]:
+    def views(claims: Sequence[ListedClaim]) -> list[NodeView]:
         found = [
             view
             for name in ([driver] if driver else fleet.drivers_of(slices, leases))

@@ -6,11 +6,11 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from deviceplugin.naming import class_name
+from deviceplugin.naming import class_name, whole_quantity
 from deviceplugin.register.records import State
 from dra_bridge.kube import DEVICE_CLASSES, PODS, RESOURCE_CLAIMS, Cluster, ForbiddenError, Object
 from dra_bridge.rollout.fleet import NodeView, shortened
-from dra_bridge.rollout.pods import quantity, requests_of
+from dra_bridge.rollout.pods import requests_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +147,9 @@ def room_of(view: NodeView, resource: str, node: Object, bound: Iterable[Object]
     kube-scheduler 1.36).
     """
     status = node.get("status") or {}
-    capacity, allocatable = (quantity((status.get(key) or {}).get(resource)) for key in ("capacity", "allocatable"))
+    capacity, allocatable = (
+        whole_quantity((status.get(key) or {}).get(resource)) for key in ("capacity", "allocatable")
+    )
     phases = ("Succeeded", "Failed")
     used = sum(
         requests_of(pod).get(resource, 0) for pod in bound if (pod.get("status") or {}).get("phase") not in phases

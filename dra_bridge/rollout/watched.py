@@ -12,7 +12,7 @@ from typing import Final, NamedTuple, Self
 from deviceplugin.device import natural
 from deviceplugin.tasks import cancel_all
 from dra_bridge import kube
-from dra_bridge.kube import LEASES, NODES, RESOURCE_SLICES, Cluster, Object
+from dra_bridge.kube import LEASES, NODES, RESOURCE_SLICES, Cluster, ListedClaim, Object
 from dra_bridge.rollout import fleet
 from dra_bridge.rollout.agents import LABEL
 from dra_bridge.rollout.fleet import NodeView
@@ -60,7 +60,7 @@ class WatchedFleet:
         self.reporter = reporter
         self._names = names
         self._objects: dict[_WatchOf, dict[str, Object]] = {}
-        self._claims: Sequence[Object] = ()
+        self._claims: Sequence[ListedClaim] = ()
         self._views: dict[str, tuple[list[Object], NodeView]] = {}
         """For each node, the last `NodeView`, with the API objects from which it was made."""
         self.changed = asyncio.Event()

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 from deviceplugin.naming import device_name
 from deviceplugin.register.records import AllocationRecord, DeviceRecord, RegisterSnapshot, State
+from dra_bridge.kube import ClaimResult, ListedClaim
+from dra_bridge.kube.forms import ReservedPod
 from dra_bridge.rollout import fleet, progress
 from dra_bridge.rollout.fleet import Before, Goal, NodeView, Phase, RolloutLimits
 from dra_bridge.rollout.pods import failing_pods
@@ -87,20 +89,20 @@ def slice_of(name: str, said: Progress | None) -> dict[str, Any]:
     return {"metadata": {"name": f"{name}-s", "annotations": annotations}, "spec": {"driver": D, "nodeName": name}}
 
 
+def claim(
+    name: str, *, namespace: str = "ns", pods: Sequence[str] = (), device: str = "a", admin: bool = False, **of: str
+) -> ListedClaim:
+    result = ClaimResult(of.get("driver", D), of.get("pool", "n1"), device, admin)
+    return ListedClaim(name, namespace, name, False, (result,), tuple(ReservedPod(pod, pod) for pod in pods))
+
+
 def test_holders_are_found_by_the_names_that_the_agent_kept() -> None:
     """With two resources of one driver, the holders by claim are found by the published names of the devices."""
     other = "example.com/fpga"
     resources = {name: ResourceProgress("all", {"dra": 1}, {"0": DeviceProgress(State.DRA, 1)}) for name in (R, other)}
-    results = {
-        name: [{"driver": D, "pool": "n1", "device": device_name("0", word)}]
-        for name, word in (("first", ""), ("second", "fpga--"))
-    }
     claims = [
-        {
-            "metadata": {"namespace": "team", "name": name},
-            "status": {"allocation": {"devices": {"results": one}}},
-        }
-        for name, one in results.items()
+        claim(name, device=device_name("0", word), namespace="team")
+        for name, word in (("first", ""), ("second", "fpga--"))
     ]
     said = Progress(resources, qualifiers={R: "", other: "fpga--"})
     (found,) = fleet.views(D, [node("n1")], [slice_of("n1", said)], claims)
@@ -123,14 +125,11 @@ def test_views_read_what_the_server_has() -> None:
 
 def test_claims_name_holders_of_a_shared_device() -> None:
     """A shared device has all its claims and their pods as holders; admin access is no holder."""
-
-    def claim(name: str, **result: Any) -> dict[str, Any]:
-        results = [{"driver": D, "pool": "n1", "device": "a", **result}]
-        users = [{"resource": "pods", "name": f"pod-{name}"}, {"resource": "jobs", "name": "j"}]
-        status = {"allocation": {"devices": {"results": results}}, "reservedFor": users}
-        return {"metadata": {"namespace": "ns", "name": name}, "status": status}
-
-    claims = [claim("x"), claim("y"), claim("z", adminAccess=True), claim("w", pool="n2"), claim("v", driver="other")]
+    claims = [
+        *(claim(name, pods=(f"pod-{name}",)) for name in "xy"),
+        claim("z", admin=True, pods=("pod-z",)),
+        *(claim("w", pool="n2"), claim("v", driver="other")),
+    ]
     said = report({"dra": 1}, a=DeviceProgress(State.DRA, 1, "claim ns/earlier"))
     (found,) = fleet.views(D, [node("n1")], [slice_of("n1", said)], claims)
     assert found.devices[0].holder == "claim ns/x, claim ns/y"
@@ -189,14 +188,8 @@ def test_obstacles_of_devices() -> None:
 )
 def test_obstacles_do_not_repeat_themselves(waits: str, users: Sequence[str], said: str) -> None:
     """The holder of a device is named once, also if its move waits for this holder."""
-    results = [{"driver": D, "pool": "n1", "device": "a"}]
-    reserved = [{"resource": "pods", "name": name} for name in users]
-    claim = {
-        "metadata": {"namespace": "ns", "name": "c"},
-        "status": {"allocation": {"devices": {"results": results}}, "reservedFor": reserved},
-    }
     moving = report({"to-plugin": 1}, "none", "none", a=DeviceProgress(State.TO_PLUGIN, 1, "", waits))
-    (found,) = fleet.views(D, [node("n1", {SHARE: "none"})], [slice_of("n1", moving)], [claim])
+    (found,) = fleet.views(D, [node("n1", {SHARE: "none"})], [slice_of("n1", moving)], [claim("c", pods=users)])
     assert fleet.obstacles(found) == [f"a (to-plugin) waits for {said}"]
 
 
