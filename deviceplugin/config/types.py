@@ -57,8 +57,8 @@ class NvidiaConfig(_Strict, frozen=True, kw_only=True):
         _about(
             "The devices of this resource. none: whole GPUs. single: partitions, which must all have the same profile. "
             "mixed: unpartitioned GPUs; for each profile, its partitions are a further resource, named mig-<profile> "
-            "in the same domain, such as nvidia.com/mig-1g.10gb. These further resources are for limits only. To give "
-            "partitions to claims, configure a resource with `profile` and `driver` for each profile."
+            "in the same domain, such as nvidia.com/mig-1g.10gb. These are for limits only, and not shared. To share "
+            "partitions, or give them to claims, configure a resource with `profile`."
         ),
     ] = "none"
     profile: Annotated[str, texts.MIG_PROFILE] | None = None

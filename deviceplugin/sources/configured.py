@@ -28,7 +28,14 @@ from deviceplugin import health, identity
 from deviceplugin.backoff import Backoff
 from deviceplugin.config.lock import OPEN, Lock
 from deviceplugin.config.rules import sides_conflict
-from deviceplugin.config.types import DeviceEntry, DraConfig, HealthConfig, ResourceConfig, typed_attributes
+from deviceplugin.config.types import (
+    DeviceEntry,
+    DraConfig,
+    HealthConfig,
+    ResourceConfig,
+    SharingConfig,
+    typed_attributes,
+)
 from deviceplugin.device import ContainerEdits, Device, DeviceNode, Mount, natural, some
 from deviceplugin.naming import PCI_BUS_ID
 from deviceplugin.source import DeviceSource, Measured
@@ -232,7 +239,8 @@ class ConfiguredSource(DeviceSource):
         """Yield the sources of the entries' further resources: one for each MIG profile, only for pods' `limits`.
 
         These resources have no DRA driver, because a resource that is added to a driver later would rename devices: the
-        published names of a driver's devices depend on the names of all resources of the driver.
+        published names of a driver's devices depend on the names of all resources of the driver. Their devices are not
+        shared, because the resource's setting `sharing` is for whole GPUs.
         """
         domain = self.resource.partition("/")[0]
         built: dict[str, DeviceSource] = {}
@@ -248,7 +256,8 @@ class ConfiguredSource(DeviceSource):
                         name = f"{domain}/{resource_of(profile)}"
                         if name not in built:
                             only = DeviceEntry(nvidia=replace(entry.nvidia, mig="single", profile=profile))
-                            config = replace(self.config, name=name, devices=(only,), driver=None, dra=DraConfig())
+                            alone = {"driver": None, "dra": DraConfig(), "sharing": SharingConfig()}
+                            config = replace(self.config, name=name, devices=(only,), **alone)
                             built[name] = ConfiguredSource(config, self._lock)
                     yield tuple(built.values())
 

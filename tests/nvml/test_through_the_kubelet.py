@@ -80,6 +80,19 @@ def test_mixed_serves_whole_gpus_and_each_profile(
     assert set(fake_kubelet.devices("nvidia.com/mig-3g.40gb")) == {large}
 
 
+def test_partitions_of_mixed_are_not_shared(
+    gpus: FakeGpus, fake_kubelet: FakeKubelet, served: Serve, configured: Configured
+) -> None:
+    """With mig: mixed, `replicas` of whole GPUs do not apply to the partitions of the further resources."""
+    for index in range(2):
+        gpus.gpu(index)
+    part = gpus.partition(1, 0, "1g.10gb")
+    served(configured("sharing: {replicas: 4}", "{mig: mixed}"))
+    fake_kubelet.wait_allocatable("nvidia.com/gpu", 4)
+    fake_kubelet.wait_allocatable("nvidia.com/mig-1g.10gb", 1)
+    assert set(fake_kubelet.devices("nvidia.com/mig-1g.10gb")) == {part}
+
+
 def test_replicas_go_by_product(
     gpus: FakeGpus, fake_kubelet: FakeKubelet, served: Serve, configured: Configured
 ) -> None:
