@@ -56,9 +56,10 @@ class NvidiaConfig(_Strict, frozen=True, kw_only=True):
         Literal["none", "single", "mixed"],
         _about(
             "The devices of this resource. none: whole GPUs. single: partitions, which must all have the same profile. "
-            "mixed: unpartitioned GPUs; for each profile, its partitions are a further resource, named mig-<profile> "
-            "in the same domain, such as nvidia.com/mig-1g.10gb. These are for limits only, and not shared. To share "
-            "partitions, or give them to claims, configure a resource with `profile`."
+            "mixed: unpartitioned GPUs; for each profile that no resource has as `profile`, its partitions are a "
+            "further resource, named mig-<profile> in the same domain, such as nvidia.com/mig-1g.10gb. These are for "
+            "limits only, and not shared. To share partitions, or give them to claims, configure a resource with "
+            "`profile`."
         ),
     ] = "none"
     profile: Annotated[str, texts.MIG_PROFILE] | None = None
@@ -484,6 +485,12 @@ class Config(_Strict, frozen=True, kw_only=True):
         tuple[ResourceConfig, ...], Meta(min_length=1, description="The resources. No two have the same name.")
     ]
     metrics: MetricsConfig = MetricsConfig()
+
+    @property
+    def profiles(self) -> frozenset[str]:
+        """The MIG profiles whose partitions the resources list."""
+        listed = (entry.nvidia for resource in self.resources for entry in resource.devices)
+        return frozenset(one.profile for one in listed if one is not None and one.profile is not None)
 
 
 def schema() -> dict[str, Any]:

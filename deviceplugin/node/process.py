@@ -129,7 +129,7 @@ class ConfigFile:
                 vendor.ids if vendor is not None and not plugin.claims else "",
             )
             return AdoptedSource(resource.name, self.vendors, adopted)
-        return sources.ConfiguredSource(resource, self.lock)
+        return sources.ConfiguredSource(resource, self.lock, self.config.profiles)
 
 
 class Program:
@@ -379,6 +379,17 @@ _UNREADABLE: Final = {stat.S_IFIFO: "pipe", stat.S_IFSOCK: "socket", stat.S_IFCH
 """The types of files that are no config file of an agent, and their names in messages."""
 
 
+def _settings(config: Config) -> dict[str, Hashable]:
+    """Return, for each resource, all settings by which its source is built.
+
+    A source with `mig: mixed` also depends on the MIG profiles of all resources.
+    """
+    kinds = {
+        one.name: {entry.nvidia.mig for entry in one.devices if entry.nvidia is not None} for one in config.resources
+    }
+    return {one.name: (one, "mixed" in kinds[one.name] and config.profiles) for one in config.resources}
+
+
 async def take_changed(program: Program, file: ConfigFile) -> ConfigFile:
     """Apply the config file's present content; return the file's new state.
 
@@ -388,10 +399,10 @@ async def take_changed(program: Program, file: ConfigFile) -> ConfigFile:
     path, current = file.path, file.config
     try:
         wanted = await file.looks.until_answered("config file", _load, path, file.lock, timeout=LONG)
-        before: Mapping[str, Hashable] = {resource.name: resource for resource in current.resources}
-        after = {resource.name: resource for resource in wanted.resources}
+        before, after = _settings(current), _settings(wanted)
         same = {} if file.again else before
-        changed = {name: file.source(resource) for name, resource in after.items() if same.get(name) != resource}
+        new = replace(file, config=wanted)
+        changed = {one.name: new.source(one) for one in wanted.resources if same.get(one.name) != after[one.name]}
     except Exception as error:  # The present config stays in use after any error.
         why = f"the config file is refused, nothing is changed: {_on_one_line(error)}"
         _LOG.error("%s", why)

@@ -18,7 +18,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, Final, NamedTuple, cast
 
@@ -144,11 +144,15 @@ class _Served(NamedTuple):
 
 
 class ConfiguredSource(DeviceSource):
-    """Lists the devices of all entries of a resource. lock: the allowed paths; other paths are not listed."""
+    """Lists the devices of all entries of a resource. lock: the allowed paths; other paths are not listed.
 
-    def __init__(self, config: ResourceConfig, lock: Lock = OPEN) -> None:
+    profiles: the MIG profiles that entries of the config file list. They get no further resource.
+    """
+
+    def __init__(self, config: ResourceConfig, lock: Lock = OPEN, profiles: Collection[str] = ()) -> None:
         self.config = config
         self._lock = lock
+        self._profiles = profiles
         self.resource = config.name
         self.driver = config.driver
         self.replicas = config.sharing.most
@@ -236,7 +240,7 @@ class ConfiguredSource(DeviceSource):
         return answers
 
     async def child_sources(self) -> AsyncIterator[Sequence[DeviceSource]]:
-        """Yield the sources of the entries' further resources: one for each MIG profile, only for pods' `limits`.
+        """Yield the sources of the entries' further resources: one for each other MIG profile, only for pods' `limits`.
 
         These resources have no DRA driver, because a resource that is added to a driver later would rename devices: the
         published names of a driver's devices depend on the names of all resources of the driver. Their devices are not
@@ -252,7 +256,7 @@ class ConfiguredSource(DeviceSource):
             assert isinstance(source, NvidiaSource)
             async with contextlib.aclosing(source.profiles()) as seen:
                 async for profiles in seen:
-                    for profile in profiles:
+                    for profile in [one for one in profiles if one not in self._profiles]:
                         name = f"{domain}/{resource_of(profile)}"
                         if name not in built:
                             only = DeviceEntry(nvidia=replace(entry.nvidia, mig="single", profile=profile))

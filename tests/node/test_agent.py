@@ -650,6 +650,24 @@ class Taking(process_module.Program):
         self.taken(config)
 
 
+async def test_a_profile_of_a_resource_is_not_served_by_mixed(tmp_path: Path) -> None:
+    """A reload that gives a MIG profile a resource, or takes it away, also changes the resource with mig: mixed."""
+    mixed = "resources:\n- {name: example.com/a, devices: [{nvidia: {mig: mixed}}]}\n"
+    one = "- {name: example.com/small, devices: [{nvidia: {profile: 1g.10gb}}]}\n"
+    config, taken = tmp_path / "config.yaml", list[tuple[str, ...]]()
+
+    class Changing(process_module.Program):
+        async def take(self, config: Config, changed: Mapping[str, DeviceSource], unchanged: Sequence[str]) -> None:
+            taken.append(tuple(changed))
+
+    config.write_text(mixed)
+    file = process_module.ConfigFile.read(config, OPEN)
+    for content in (mixed + one, mixed + one + one.replace("small", "more"), mixed):
+        config.write_text(content)
+        file = await process_module.take_changed(Changing(cast("Agent", None)), file)
+    assert taken == [("example.com/a", "example.com/small"), ("example.com/more",), ("example.com/a",)]
+
+
 async def test_metrics_are_read_at_the_start(config: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A change of `metrics` in the config file is not applied by a reload, and the log says so."""
     first = process_module.ConfigFile.read(config, OPEN)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from deviceplugin import config, sources
+from deviceplugin.config.lock import OPEN
+from deviceplugin.node.process import ConfigFile
 from deviceplugin.sources import ConfiguredSource
 from deviceplugin.testing import FakeKubelet
 from deviceplugin.testing.plugin import Served
@@ -78,6 +81,24 @@ def test_mixed_serves_whole_gpus_and_each_profile(
     gpus.xid(1, -1)
     fake_kubelet.wait_allocatable("nvidia.com/mig-3g.40gb", 1)
     assert set(fake_kubelet.devices("nvidia.com/mig-3g.40gb")) == {large}
+
+
+def test_profile_of_a_resource_of_any_name_is_left_out_by_mixed(
+    gpus: FakeGpus, fake_kubelet: FakeKubelet, tmp_path: Path, configured: Configured, served: Serve
+) -> None:
+    """With mig: mixed, the partitions of a profile that another resource lists are served by that resource alone."""
+    for index in range(2):
+        gpus.gpu(index)
+    small = [gpus.partition(1, index, "1g.10gb") for index in range(2)]
+    gpus.partition(1, 2, "3g.40gb")
+    file = tmp_path / "config.yaml"
+    mixed = "resources:\n- {name: nvidia.com/gpu, devices: [{nvidia: {mig: mixed}}], health: {period: 1}}\n"
+    file.write_text(mixed + "- {name: example.com/small, devices: [{nvidia: {profile: 1g.10gb}}]}\n")
+    served(*ConfigFile.read(file, OPEN).sources())
+    fake_kubelet.wait_allocatable("nvidia.com/mig-3g.40gb", 1)
+    fake_kubelet.wait_allocatable("example.com/small", 2)
+    assert set(fake_kubelet.devices("example.com/small")) == set(small)
+    assert "nvidia.com/mig-1g.10gb" not in fake_kubelet.resources()
 
 
 def test_partitions_of_mixed_are_not_shared(
