@@ -20,6 +20,7 @@ from deviceplugin.device import printable
 
 GENERIC_DOMAIN: Final = "squat.ai"
 SMARTER_DOMAIN: Final = "smarter-devices"
+NVIDIA_GPU: Final = "nvidia.com/gpu"
 NVIDIA_INJECTIONS: Final[Mapping[str, str]] = {"envvar": "env", "cdi-annotations": "cdi", "cdi-cri": "cdi"}
 NVIDIA_FLAGS: Final = frozenset({"migStrategy", "deviceListStrategy"})
 """The flags in the config file of NVIDIA's plugin that the import converts. For each other flag that is set, the import
@@ -382,27 +383,35 @@ def _nvidia(settings: Mapping[str, Any], made: Imported) -> None:
     if sharing.get("mps"):
         made.notes.append("NVIDIA: MPS; keep NVIDIA's plugin for it, or adopt it (docs/existing-plugin.md)")
     slicing = sharing.get("timeSlicing") or {}
-    shared = slicing.get("resources") or ()
+    shared = [(_nvidia_name(one["name"]), one) for one in slicing.get("resources") or ()]
     if slicing.get("failRequestsGreaterThanOne"):
         made.notes.append("NVIDIA: failRequestsGreaterThanOne; a pod that wants several replicas gets several GPUs")
-    for one in shared:
-        name = str(one.get("rename") or one["name"])
-        if slicing.get("renameByDefault") and not one.get("rename"):
-            name += ".shared"
+    for base, one in shared:
+        name = f"{base}.shared" if slicing.get("renameByDefault") else base
         note = _noting(name, made)
+        profile = re.fullmatch(r"nvidia\.com/mig-(.+gb)(?:\.(.+))?", base)
+        if profile is None and base != NVIDIA_GPU:
+            note("NVIDIA's plugin has no such resource")
+            continue
+        if one.get("rename") and _nvidia_name(one["rename"]) != name:
+            note(f"rename {one['rename']}: NVIDIA's plugin ignores it too")
         if one.get("devices", "all") != "all":
             note(f"devices {one['devices']}: all GPUs get the replicas; `sharing.replicas` may name them by UUID")
-        profile = re.fullmatch(r"nvidia\.com/mig-(.+)", str(one["name"]))
-        of = {**nvidia, "profile": profile[1]} if profile else nvidia
+        of = {**nvidia, "profile": "+".join(filter(None, profile.groups()))} if profile else nvidia
         if profile:
             of = {key: value for key, value in of.items() if key != "mig"}
         sharing_here = {"replicas": int(one.get("replicas") or 1)}
         made.resources.append({"name": name, "devices": [{"nvidia": of}], "sharing": sharing_here})
-    if not any(one["name"] == "nvidia.com/gpu" for one in shared):
-        made.resources.insert(0, {"name": "nvidia.com/gpu", "devices": [{"nvidia": nvidia}]})
+    if not any(base == NVIDIA_GPU for base, _ in shared):
+        made.resources.insert(0, {"name": NVIDIA_GPU, "devices": [{"nvidia": nvidia}]})
     for key in ("resources", "imex"):
         if settings.get(key):
             made.notes.append(f"NVIDIA: {key}")
+
+
+def _nvidia_name(name: object) -> str:
+    """Return a resource name in the config file of NVIDIA's plugin with its domain, which the plugin adds itself."""
+    return f"nvidia.com/{str(name).removeprefix('nvidia.com/')}"
 
 
 def _nvidia_flags(flags: Mapping[str, Any], made: Imported) -> None:

@@ -274,6 +274,35 @@ def test_nvidia() -> None:
     assert "devices ['0']" in notes
 
 
+@pytest.mark.parametrize(
+    ("entry", "name", "nvidia", "note"),
+    [
+        ("{name: gpu, replicas: 4}", "nvidia.com/gpu", {}, ""),
+        (
+            "{name: nvidia.com/gpu, rename: gpu-shared, replicas: 4}",
+            "nvidia.com/gpu",
+            {},
+            "nvidia.com/gpu: rename gpu-shared: NVIDIA's plugin ignores it too",
+        ),
+        ("{name: mig-1g.10gb, replicas: 4}", "nvidia.com/mig-1g.10gb", {"profile": "1g.10gb"}, ""),
+        ("{name: mig-1g.10gb.me, replicas: 4}", "nvidia.com/mig-1g.10gb.me", {"profile": "1g.10gb+me"}, ""),
+    ],
+)
+def test_names_in_the_config_of_nvidia(entry: str, name: str, nvidia: dict[str, str], note: str) -> None:
+    """The domain nvidia.com is added to a name, `rename` is noted, and a resource name of MIG gives the profile."""
+    text = f"sharing: {{timeSlicing: {{resources: [{entry}]}}}}"
+    assert resources(text)[name] == {"name": name, "devices": [{"nvidia": nvidia}], "sharing": {"replicas": 4}}
+    assert [one for one in resources(text) if one != name] == ["nvidia.com/gpu"] * (name != "nvidia.com/gpu")
+    assert imported(text).notes == [note] * bool(note)
+
+
+def test_unknown_resource_in_the_config_of_nvidia() -> None:
+    """Replicas of a resource that NVIDIA's plugin does not have are noted, and no GPU is listed for them."""
+    text = "sharing: {timeSlicing: {resources: [{name: nvidia.com/a100, replicas: 4}]}}"
+    assert resources(text) == {"nvidia.com/gpu": {"name": "nvidia.com/gpu", "devices": [{"nvidia": {}}]}}
+    assert imported(text).notes == ["nvidia.com/a100: NVIDIA's plugin has no such resource"]
+
+
 def test_flags_of_nvidia_without_a_counterpart_are_named() -> None:
     """Flags in NVIDIA's config file that cannot be imported are noted; default values are not."""
     flags = """
