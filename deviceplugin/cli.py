@@ -276,9 +276,10 @@ def _demo(options: argparse.Namespace) -> int:
 
 
 async def _list(loaded: Config) -> tuple[_Listed, int]:
-    """Return (the devices of each resource whose source lists them now, the exit status: 1 if a source failed)."""
-    import asyncio
+    """Return (the devices of each resource whose source lists them now, the exit status: 1 if a source failed).
 
+    Resources that sources bring, such as those of MIG profiles, are among these resources.
+    """
     from deviceplugin import sources
 
     for resource in loaded.resources:
@@ -286,7 +287,19 @@ async def _list(loaded: Config) -> tuple[_Listed, int]:
             print(
                 f"{resource.name}: its devices are listed by the plugin that registers with the agent", file=sys.stderr
             )
-    built = [sources.ConfiguredSource(resource) for resource in loaded.resources if not resource.adopted]
+    configured = [resource for resource in loaded.resources if not resource.adopted]
+    built = [sources.ConfiguredSource(resource, profiles=loaded.profiles) for resource in configured]
+    listed = await _first_lists(built)
+    names = {resource.name for resource in loaded.resources}
+    children = [child for source, _ in listed for child in source.children() if child.resource not in names]
+    listed += await _first_lists(children)
+    return listed, int(len(listed) < len(built) + len(children))
+
+
+async def _first_lists(built: Sequence[ConfiguredSource]) -> _Listed:
+    """Return the devices of each source that lists them now. Print the errors of the others."""
+    import asyncio
+
     lists = await asyncio.gather(*map(first_list, built), return_exceptions=True)
     listed: _Listed = []
     for source, devices in zip(built, lists, strict=True):
@@ -295,7 +308,7 @@ async def _list(loaded: Config) -> tuple[_Listed, int]:
             print(f"{source.resource}: its devices cannot be listed: {reason}", file=sys.stderr)
         else:
             listed.append((source, devices))
-    return listed, int(len(listed) < len(built))
+    return listed
 
 
 async def first_list(source: ConfiguredSource) -> Sequence[Device]:

@@ -20,7 +20,7 @@ import re
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any, Final, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 from msgspec.structs import replace
 
@@ -44,6 +44,9 @@ from deviceplugin.sources.pci import PciSource
 from deviceplugin.sources.simulated import SimulatedSource
 from deviceplugin.sources.usb import UsbSource
 from deviceplugin.tasks import cancel_all
+
+if TYPE_CHECKING:
+    from deviceplugin.sources.nvidia import NvidiaSource
 
 _LOG: Final = logging.getLogger(__name__)
 _PLACEHOLDER: Final = re.compile(r"\{(id|path|name)\}")
@@ -153,6 +156,7 @@ class ConfiguredSource(DeviceSource):
         self.config = config
         self._lock = lock
         self._profiles = profiles
+        self._children: dict[str, ConfiguredSource] = {}
         self.resource = config.name
         self.driver = config.driver
         self.replicas = config.sharing.most
@@ -239,31 +243,38 @@ class ConfiguredSource(DeviceSource):
             answers.append(await answer if inspect.isawaitable(answer) else answer)
         return answers
 
-    async def child_sources(self) -> AsyncIterator[Sequence[DeviceSource]]:
-        """Yield the sources of the entries' further resources: one for each other MIG profile, only for pods' `limits`.
+    def _mixed(self) -> list[NvidiaSource]:
+        """Return the sources of the entries that bring a resource for each MIG profile."""
+        pairs = [(entry.nvidia, source) for entry, source in zip(self.config.devices, self.entries, strict=True)]
+        mixed = [source for nvidia, source in pairs if nvidia and nvidia.mig == "mixed" and nvidia.profile is None]
+        return cast("list[NvidiaSource]", mixed)
+
+    def children(self) -> tuple[ConfiguredSource, ...]:
+        """Return the sources of the further resources known now: one for each other MIG profile, only for `limits`.
 
         These resources have no DRA driver, because a resource that is added to a driver later would rename devices: the
         published names of a driver's devices depend on the names of all resources of the driver. Their devices are not
         shared, because the resource's setting `sharing` is for whole GPUs.
         """
         domain = self.resource.partition("/")[0]
-        built: dict[str, DeviceSource] = {}
-        for entry, source in zip(self.config.devices, self.entries, strict=True):
-            if entry.nvidia is None or entry.nvidia.mig != "mixed" or entry.nvidia.profile is not None:
-                continue
-            from deviceplugin.sources.nvidia import NvidiaSource, resource_of
+        for source in self._mixed():
+            from deviceplugin.sources.nvidia import resource_of
 
-            assert isinstance(source, NvidiaSource)
+            for profile in source.seen_profiles:
+                name = f"{domain}/{resource_of(profile)}"
+                if profile not in self._profiles and name not in self._children:
+                    only = DeviceEntry(nvidia=replace(source.wanted, mig="single", profile=profile))
+                    alone = {"driver": None, "dra": DraConfig(), "sharing": SharingConfig()}
+                    config = replace(self.config, name=name, devices=(only,), **alone)
+                    self._children[name] = ConfiguredSource(config, self._lock)
+        return tuple(self._children.values())
+
+    async def child_sources(self) -> AsyncIterator[Sequence[DeviceSource]]:
+        """Yield `children` when there is a first or a new MIG profile."""
+        for source in self._mixed():
             async with contextlib.aclosing(source.profiles()) as seen:
-                async for profiles in seen:
-                    for profile in [one for one in profiles if one not in self._profiles]:
-                        name = f"{domain}/{resource_of(profile)}"
-                        if name not in built:
-                            only = DeviceEntry(nvidia=replace(entry.nvidia, mig="single", profile=profile))
-                            alone = {"driver": None, "dra": DraConfig(), "sharing": SharingConfig()}
-                            config = replace(self.config, name=name, devices=(only,), **alone)
-                            built[name] = ConfiguredSource(config, self._lock)
-                    yield tuple(built.values())
+                async for _ in seen:
+                    yield self.children()
 
     async def watch(self) -> AsyncIterator[Sequence[Device]]:
         """Yield the devices of all entries now, and again whenever the devices of an entry change."""

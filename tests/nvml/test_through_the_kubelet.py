@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from deviceplugin import config, sources
+from deviceplugin import cli, config, sources
 from deviceplugin.config.lock import OPEN
 from deviceplugin.node.process import ConfigFile
 from deviceplugin.sources import ConfiguredSource
@@ -99,6 +100,28 @@ def test_profile_of_a_resource_of_any_name_is_left_out_by_mixed(
     fake_kubelet.wait_allocatable("example.com/small", 2)
     assert set(fake_kubelet.devices("example.com/small")) == set(small)
     assert "nvidia.com/mig-1g.10gb" not in fake_kubelet.resources()
+
+
+def test_devices_lists_the_partitions_of_mixed(
+    gpus: FakeGpus, tmp_path: Path, configured: Configured, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`deviceplugin devices` lists the resources of mig: mixed for each profile that no other resource lists."""
+    whole, _ = gpus.gpu(0), gpus.gpu(1)
+    small, large = gpus.partition(1, 0, "1g.10gb"), gpus.partition(1, 1, "3g.40gb")
+    file = tmp_path / "config.yaml"
+    mixed = "resources:\n- {name: nvidia.com/gpu, devices: [{nvidia: {mig: mixed}}], sharing: {replicas: 2}}\n"
+
+    def listed() -> dict[str, tuple[list[str], int]]:
+        assert cli.main(["devices", str(file), "-o", "json"]) == 0
+        found = json.loads(capsys.readouterr().out)["resources"]
+        return {one["name"]: ([device["id"] for device in one["devices"]], one["offered"]) for one in found}
+
+    file.write_text(mixed)
+    further = {"nvidia.com/mig-1g.10gb": ([small], 1), "nvidia.com/mig-3g.40gb": ([large], 1)}
+    assert listed() == {"nvidia.com/gpu": ([whole], 2), **further}
+    file.write_text(mixed + "- {name: example.com/small, devices: [{nvidia: {profile: 1g.10gb}}]}\n")
+    further["example.com/small"] = further.pop("nvidia.com/mig-1g.10gb")
+    assert listed() == {"nvidia.com/gpu": ([whole], 2), **further}
 
 
 def test_partitions_of_mixed_are_not_shared(

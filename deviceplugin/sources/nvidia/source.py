@@ -47,7 +47,8 @@ class NvidiaSource(DeviceSource):
         self.notes: tuple[str, ...] = ()
         self._period = period
         self.places = places
-        self._profiles: list[str] = []
+        self.seen_profiles: list[str] = []
+        """All MIG profiles that partitions have had so far."""
         self._more_profiles = asyncio.Event()
         self._scan = NvmlScan((), {})
         self._error = ""
@@ -84,8 +85,8 @@ class NvidiaSource(DeviceSource):
                 _LOG.info("the NVIDIA GPUs can be read again")
             self._scan = update
             profiles = [part.profile for gpu in update.gpus for part in gpu.partitions or ()]
-            if more := [profile for profile in dict.fromkeys(profiles) if profile not in self._profiles]:
-                self._profiles += more
+            if more := [profile for profile in dict.fromkeys(profiles) if profile not in self.seen_profiles]:
+                self.seen_profiles += more
                 self._more_profiles.set()
             self.health.judge_scan(update)
 
@@ -143,11 +144,11 @@ class NvidiaSource(DeviceSource):
         return ContainerEdits(env={VISIBLE: visible})
 
     async def profiles(self) -> AsyncGenerator[Sequence[str], None]:
-        """Yield all MIG profiles that partitions have had so far, whenever there is a new profile."""
+        """Yield `seen_profiles` whenever there is a new profile."""
         while True:
             self._more_profiles.clear()
-            if self._profiles:
-                yield tuple(self._profiles)
+            if self.seen_profiles:
+                yield tuple(self.seen_profiles)
             await self._more_profiles.wait()
 
     async def measure(self, devices: Sequence[Device]) -> Measured:
