@@ -267,7 +267,7 @@ class ClaimRenewal:
                 self._waiting.add(claim.uid)
                 of.away = True
                 continue
-            before = _entries(prepared.spec, answer.request)
+            before = _entries(prepared.spec).get(answer.request, ())
             named = device.identity in granted.tokens - reachable(granted.tokens)
             own, other = _of_granted(nodes, granted.tokens, before, named=named)
             its = frozenset[str]().union(*(node.tokens for node in own))
@@ -343,7 +343,7 @@ def answered(prepared: Prepared, found: Mapping[str, _DevicesNow], refused: Coll
     nodes = {request: of.given(before, refused=request in refused) for request, of in found.items()}
     former = frozenset[str]().union(*(of.former for of in found.values()))
     gone = frozenset[str]().union(
-        *(of.gone | _replaced(_entries(prepared.spec, request), of) for request, of in found.items())
+        *(of.gone | _replaced(_entries(prepared.spec).get(request, ()), of) for request, of in found.items())
     )
     spec = with_nodes(prepared.spec, nodes, former, gone)
     after = _numbers(spec)
@@ -462,28 +462,19 @@ def _token(node: _Entry) -> str:
 
 
 @functools.lru_cache(maxsize=256)
-def _by_request(spec: str) -> dict[str, Tokens]:
-    """Return, for each request, the tokens of its device nodes in a CDI spec."""
-    tokens: dict[str, Tokens] = {}
+def _entries(spec: str) -> Mapping[str, Sequence[_Entry]]:
+    """Return, for each request, the entries of its device nodes in a CDI spec."""
+    entries: dict[str, list[_Entry]] = {}
     for device in msgspec.json.decode(spec)["devices"]:
         request = claim_files.request_of(device["name"])
-        its = {_token(node) for node in device["containerEdits"].get("deviceNodes", ())} - {""}
-        tokens[request] = tokens.get(request, frozenset()) | its
-    return tokens
-
-
-@functools.lru_cache(maxsize=256)
-def _entries(spec: str, request: str) -> Sequence[_Entry]:
-    """Return the entries of the device nodes in a CDI spec for a request."""
-    devices = msgspec.json.decode(spec)["devices"]
-    edits = [device["containerEdits"] for device in devices if claim_files.request_of(device["name"]) == request]
-    return [node for each in edits for node in each.get("deviceNodes", ())]
+        entries.setdefault(request, []).extend(device["containerEdits"].get("deviceNodes", ()))
+    return entries
 
 
 def _numbers(spec: str) -> Tokens:
-    return frozenset[str]().union(*_by_request(spec).values())
+    return frozenset(_token(node) for entries in _entries(spec).values() for node in entries) - {""}
 
 
 def _requests(spec: str, numbers: Tokens) -> set[str]:
     """Return the requests whose CDI devices have one of these numbers."""
-    return {request for request, tokens in _by_request(spec).items() if not tokens.isdisjoint(numbers)}
+    return {request for request, entries in _entries(spec).items() if not numbers.isdisjoint(map(_token, entries))}
