@@ -17,6 +17,7 @@ from deviceplugin.device import Device
 from deviceplugin.inventory import Inventory
 from deviceplugin.source import DeviceSource
 from deviceplugin.source_check import checked_list, not_yielding
+from deviceplugin.tasks import in_time
 
 _LOG: Final = logging.getLogger(__name__)
 
@@ -81,9 +82,7 @@ class SourceFollower:
 
         If the source has yielded no device list after TAKE_OVER seconds, the resource uses the source nevertheless.
         """
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(TAKE_OVER):
-                await self._taken_over.wait()
+        await in_time(self._taken_over.wait(), TAKE_OVER)
         self._take_over(source)
 
     def _take_over(self, source: DeviceSource) -> None:

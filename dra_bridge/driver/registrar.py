@@ -46,6 +46,7 @@ from deviceplugin.filewatch import AT_ONCE
 from deviceplugin.kubelet.plugin_directory import PluginDirectory, sockets_in
 from deviceplugin.kubelet.podresources import SERVER_OPTIONS, methods_by_name, unix_address
 from deviceplugin.looks import Looks, LookTimeoutError
+from deviceplugin.register.store import Changes
 from deviceplugin.tasks import Tasks
 from deviceplugin.wire import pluginregistration_pb2 as pb
 from deviceplugin.wire.pluginregistration_pb2_grpc import RegistrationServicer, add_RegistrationServicer_to_server
@@ -122,7 +123,7 @@ class HealthService(
     def __init__(self, driver: Driver, keep_alive: float) -> None:
         self._driver = driver
         self._keep_alive = keep_alive
-        self._changed = asyncio.Event()
+        self._changes = Changes()
         self._ended = False
         self._subscriptions = contextlib.ExitStack()
         self.follow()
@@ -131,27 +132,21 @@ class HealthService(
         """Subscribe to the driver's present inventories, and report the health of their devices."""
         self._subscriptions.close()
         for served in self._driver.devices.resources:
-            self._subscriptions.callback(served.inventory.subscribe(lambda _: self._wake()))
-        self._wake()
+            self._subscriptions.callback(served.inventory.subscribe(lambda _: self._changes.note()))
+        self._changes.note()
 
     async def NodeWatchResources(self, request: object, context: object) -> AsyncIterator[Any]:  # noqa: N802
         """Report the health of all devices repeatedly, until the kubelet closes the stream or the service ends."""
         while not self._ended:
-            changed = self._changed
+            count = self._changes.count
             yield health_list(self._driver, time.time())
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._keep_alive):
-                    await changed.wait()
+            await self._changes.after(count, self._keep_alive)
 
     def end(self) -> None:
         """End all streams of the devices' health."""
         self._ended = True
         self._subscriptions.close()
-        self._wake()
-
-    def _wake(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
+        self._changes.note()
 
 
 def add_to_server(driver: Driver, health: HealthService, server: grpc.aio.Server) -> None:

@@ -7,7 +7,6 @@ Prepare of a device on the plugin side.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections import Counter
@@ -20,6 +19,7 @@ from deviceplugin.device import counted
 from deviceplugin.register.records import LedgerError, RegisterSnapshot, Side, State
 from deviceplugin.register.rules import MoveWait
 from deviceplugin.register.waits import PROMPT
+from deviceplugin.tasks import in_time
 from dra_bridge.handover.admission import denied_now
 from dra_bridge.handover.allocatable import AllocatableStatus
 from dra_bridge.handover.ends import MovesToPlugin, end_moves_to_dra, forget_unplugged
@@ -120,10 +120,8 @@ class Handover:
                     backoff.reset()
                     await asyncio.sleep(0)  # Let other tasks update device lists (`DriverSide.moved`).
                     continue
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(self._pause(backoff) if moving else 60.0):
-                        await self._wake.wait()
-                        backoff.reset()
+                if await in_time(self._wake.wait(), self._pause(backoff) if moving else 60.0):
+                    backoff.reset()
         finally:
             unsubscribe()
 

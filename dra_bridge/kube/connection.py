@@ -10,12 +10,13 @@ import time
 import urllib.parse
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
 
+from deviceplugin.tasks import in_time
 from dra_bridge.kube import api, auth, forms, liveness
 from dra_bridge.kube.api import GROUP, AccessError, ApiError, Kind, Object, UnavailableError
 from dra_bridge.kube.auth import Access
@@ -269,9 +270,7 @@ class Connection:
         if self.statistics.lost_since is None:
             await asyncio.sleep(seconds)
             return
-        with suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self._answers.wait()
+        await in_time(self._answers.wait(), seconds)
 
     async def connect(self) -> None:
         """Read the configuration.

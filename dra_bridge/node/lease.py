@@ -126,9 +126,7 @@ class NodeLease:
 
     async def _keep(self) -> None:
         backoff = self.cluster.backoff.fresh()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(FIRST):
-                await self._listed.wait()
+        await in_time(self._listed.wait(), FIRST)
         while True:
             await self._changed.wait()
             self._changed.clear()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import aclosing
@@ -11,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from deviceplugin.naming import NamingError, parse_quantity
+from deviceplugin.tasks import in_time
 from dra_bridge.handover.allocatable import AllocatableStatus
 from dra_bridge.kube import NODES, Cluster, ClusterError, Failing, ForbiddenError, Listed, Object, WatchState
 
@@ -84,9 +84,7 @@ class NodeWatch:
         The method waits at most `NODE_READ` seconds for the Node to be read, and returns False if it is still unread
         then.
         """
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(NODE_READ):
-                await self._known.wait()
+        await in_time(self._known.wait(), NODE_READ)
         return self._initialized.is_set()
 
     async def known(self) -> None:
@@ -96,10 +94,7 @@ class NodeWatch:
         wait, it would move the devices of this share back to the device plugin. Karpenter waits for allocatable
         devices, so no device may move to DRA before Karpenter has initialized the node.
         """
-        try:
-            async with asyncio.timeout(NODE_READ):
-                await self._known.wait()
-        except TimeoutError:
+        if not await in_time(self._known.wait(), NODE_READ):
             _LOG.warning("node %s cannot be read yet; no device moves until its annotations are known", self.node)
             await self._known.wait()
         if not self._initialized.is_set():

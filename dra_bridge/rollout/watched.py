@@ -10,7 +10,7 @@ from contextlib import aclosing
 from typing import Final, NamedTuple, Self
 
 from deviceplugin.device import natural
-from deviceplugin.tasks import cancel_all
+from deviceplugin.tasks import cancel_all, in_time
 from dra_bridge import kube
 from dra_bridge.kube import LEASES, NODES, RESOURCE_SLICES, Cluster, ListedClaim, Object
 from dra_bridge.rollout import fleet
@@ -150,9 +150,7 @@ class WatchedFleet:
         """Wait up to `seconds` for a change. After EXPLAIN seconds without a change, print why nodes wait."""
         if (nodes := self.views()) != self._last:
             self._last, self._since = nodes, time.monotonic()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self.changed.wait()
+        if await in_time(self.changed.wait(), seconds):
             self.changed.clear()
         if time.monotonic() - self._since >= EXPLAIN:
             self._since = time.monotonic()

@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
-from deviceplugin.tasks import SharedCall
+from deviceplugin.tasks import SharedCall, in_time
 from dra_bridge import kube
 from dra_bridge.kube import RESOURCE_SLICES, ApiError, Cluster, NotFoundError, Object, WatchState
 from dra_bridge.slices.desired import Desired, Pool, desired, own_name
@@ -124,9 +124,7 @@ class Publisher:
 
     async def listed(self, driver: str, seconds: float) -> list[Object] | None:
         """Return a driver's watched slices that name the node; None if the watch does not begin within `seconds`."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self._of_node.listed.wait()
+        await in_time(self._of_node.listed.wait(), seconds)
         if not self._of_node.alive:
             return None
         return [body for body in self._of_node.bodies.values() if body["spec"]["driver"] == driver]
