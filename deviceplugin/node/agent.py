@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Final
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
 
 from deviceplugin import cdi_specs, filewatch
 from deviceplugin.adoption.plugins import AdoptionError, VendorPlugins
@@ -117,7 +117,7 @@ class Agent:
         """
         self._watcher = filewatch.shared()
         self._accept_stop()
-        if not self._stopped.is_set() and await self._started():
+        if not self._stopped.is_set() and await self.ended_before_stop(self._start()):
             for service in self.services.values():
                 self.supervisor.start(service)
             self.begun.set()
@@ -136,18 +136,22 @@ class Agent:
         if self._error is not None:
             raise self._error
 
-    async def _started(self) -> bool:
-        """Read the holders of devices. Return False if the agent is stopped before all holders are known."""
-        starting, stopping = asyncio.create_task(self._start()), asyncio.create_task(self._stopped.wait())
+    async def ended_before_stop(self, work: Coroutine[Any, Any, None]) -> bool:
+        """Run a coroutine to its end. If the agent is stopped before, cancel the coroutine and return False.
+
+        This method may be called before `run` is.
+        """
+        working, stopping = asyncio.create_task(work), asyncio.create_task(self.stopping())
         try:
-            await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
-            if starting.done():
-                await starting
+            await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if working.done():
+                await working
         finally:
-            await cancel_all([task for task in (starting, stopping) if not task.done()])
-        return not starting.cancelled()
+            await cancel_all([task for task in (working, stopping) if not task.done()])
+        return not working.cancelled()
 
     async def _start(self) -> None:
+        """Read the holders of devices."""
         await self.evidence.read_others()
         await self.tracker.start()
         self.scanner.log.holders(self.tracker.snapshot.held)

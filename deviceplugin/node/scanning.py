@@ -9,9 +9,9 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
 from deviceplugin.backoff import Backoff
 from deviceplugin.exclusion import DeviceKey
@@ -46,19 +46,13 @@ class ScanResult(NamedTuple):
     resources: Mapping[str, KubeletSnapshot]
 
 
-class HolderObserver(Protocol):
-    """A component of the process that uses the results of scans for holders."""
-
-    def observed(self, done: Mapping[str, Observed]) -> None:
-        """Handle the changes of the register after a scan. done: for each resource, the changed ids and devices."""
-
-
 @dataclass(eq=False)
 class HolderScanner:
     """Scans for holders of devices: periodically while there may be holders, and soon after each grant.
 
     wanted: an event that is set to request a scan soon. period: seconds between two scans. always: whether to scan
     periodically even if no device may have a holder. evidence: the reader of the files of other agents and drivers.
+    observers: functions that are called after a scan with, for each resource, the changed ids and devices.
     """
 
     services: Mapping[str, Service]
@@ -68,7 +62,7 @@ class HolderScanner:
     period: float
     evidence: NodeEvidence
     always: bool
-    observers: list[HolderObserver] = field(default_factory=list, init=False)
+    observers: list[Callable[[Mapping[str, Observed]], None]] = field(default_factory=list, init=False)
     _asked: set[DeviceKey] = field(default_factory=set, init=False)
     """The (resource, id) pairs that callers have passed to `scan` since the last scan began."""
     _next: asyncio.Future[ScanResult | None] | None = field(default=None, init=False)
@@ -153,7 +147,7 @@ class HolderScanner:
                     text = "pod %s holds %s, which the register did not know"
                     _LOG.info(text, pod, name, extra={"resource": resource, "pod": pod})
             for observer in self.observers:
-                observer.observed(observed)
+                observer(observed)
             await self.register.adopt()
         except LedgerError as error:
             _LOG.warning("the ledger cannot be written: %s", error)

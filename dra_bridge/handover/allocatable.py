@@ -14,8 +14,8 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Mapping
-from typing import Final, Protocol
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from typing import Final
 
 from deviceplugin.backoff import Backoff
 from deviceplugin.kubelet.podresources import PodResources
@@ -45,18 +45,11 @@ TAKEN: Final = 5.0
 kubelet raises the number in `status.allocatable`."""
 
 
-class StatusWriter(Protocol):
-    """Writes the Node's status (`dra_bridge.node.node_object.NodeStatusWriter`)."""
-
-    async def write(self, resource: str, number: int) -> bool:
-        """Write a resource's number into `status.allocatable`.
-
-        Return False if the write is impossible or forbidden.
-        """
-
-
 class AllocatableStatus:
     """Reads (from a watch) and writes the numbers in this Node's `status.allocatable`.
+
+    write: a function that writes a resource's number there, and returns False if the write is impossible or forbidden
+    (`dra_bridge.node.node_object.NodeStatusWriter.write`).
 
     Before devices leave the device plugin, the agent writes the lower number. If the kubelet then writes a larger
     number, the agent writes the lower number again (`LOWER_DEADLINE`, `LATE`). While devices return to the device
@@ -65,13 +58,13 @@ class AllocatableStatus:
 
     def __init__(
         self,
-        status: StatusWriter,
+        write: Callable[[str, int], Awaitable[bool]],
         pod_resources: PodResources,
         *,
         grace: float = GRACE,
         pauses: Callable[[], Backoff] = lambda: Backoff(first=0.5, most=10.0),
     ) -> None:
-        self._status = status
+        self._write = write
         self._pod_resources = pod_resources
         self._grace = grace
         self._pauses = pauses
@@ -138,7 +131,7 @@ class AllocatableStatus:
         """Write the smaller of `number` and the number in `_most` into the Node. Return whether the write succeeded."""
         async with self._writing:
             number = min(number, self._most.get(resource, number))
-            if not await self._status.write(resource, number):
+            if not await self._write(resource, number):
                 return False
             self.observe({**self._numbers, resource: number})
             return True

@@ -82,7 +82,7 @@ class Bridge(ClaimSide):
         )
         self.publisher = Publisher(cluster, node := options.node, noticed=self._others_wrote)
         writer = NodeStatusWriter(cluster, node)
-        self._allocatable = AllocatableStatus(writer, self.agent.tracker.pod_resources, grace=grace)
+        self._allocatable = AllocatableStatus(writer.write, self.agent.tracker.pod_resources, grace=grace)
         self._watch = NodeWatch(cluster, node, self._read_shares, self._allocatable)
         shared = DriverNode(
             node,
@@ -122,7 +122,7 @@ class Bridge(ClaimSide):
             async with self.cluster, aclosing(self.node.claims), asyncio.TaskGroup() as group:
                 self._group = group
                 try:
-                    if await self._opened():
+                    if await self.agent.ended_before_stop(self._open_all()):
                         drivers = [runtime.run() for runtime in self.drivers.values()]
                         ends = self._end_with_ledger(), self._end_with_cdi_directory()
                         watches = (self.publisher.run(), self._watch.run(), self._lease.run())
@@ -157,22 +157,6 @@ class Bridge(ClaimSide):
                 runtime.drop(resource)
         for service in self.agent.services.values():
             self._serve(service)
-
-    async def _opened(self) -> bool:
-        """Open the ledger file, and begin to serve claims.
-
-        Return False if the agent is stopped before it serves claims.
-        """
-        stopping, opening = asyncio.create_task(self.agent.stopping()), asyncio.create_task(self._open_all())
-        try:
-            await asyncio.wait({stopping, opening}, return_when=asyncio.FIRST_COMPLETED)
-            if opening.done():
-                await opening
-        finally:
-            for task in (stopping, opening):
-                task.cancel()
-            await asyncio.wait({stopping, opening})
-        return not opening.cancelled()
 
     async def _open_all(self) -> None:
         """Open the ledger file, and begin to serve claims. Raises AgentError if the file cannot be opened."""
@@ -215,7 +199,7 @@ class Bridge(ClaimSide):
         """
         if name not in self.drivers:
             runtime = self.drivers[name] = DriverRuntime(self.node, name, ledger, self._left)
-            self.agent.scanner.observers.append(runtime)
+            self.agent.scanner.observers.append(runtime.observed)
             if self._group is not None and self.agent.begun.is_set():
                 self.tasks.append(self._group.create_task(runtime.run()))
         return self.drivers[name]

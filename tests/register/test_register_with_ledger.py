@@ -38,7 +38,7 @@ class RegisterOnDisk(ListedResources):
         self.scanner = HolderScanner(
             services, cast("Any", tracker), self.register, wanted, 1.0, cast("Any", None), always=True
         )
-        self.scanner.observers.append(self)
+        self.scanner.observers.append(self.observed)
         self.seen: list[tuple[str, Observed]] = []
 
     def observed(self, done: Mapping[str, Observed]) -> None:

@@ -36,7 +36,7 @@ class FakeStatus:
         self.wrote = asyncio.Event()
         self._takes, self._writes_back = takes, writes_back
         self.status = AllocatableStatus(
-            self, cast("PodResources", self), grace=0.05, pauses=lambda: Backoff(first=0.0, most=0.0)
+            self.write, cast("PodResources", self), grace=0.05, pauses=lambda: Backoff(first=0.0, most=0.0)
         )
         self.status.observe({} if number is None else {R: number})
 
