@@ -53,15 +53,13 @@ async def tokens_at_paths(
             continue
         inventory = inventories[record.resource]
         device, paths = inventory.snapshot.devices.get(record.device), granted_paths(record, paths_of)
-        if device is None or paths is None or paths.issuperset(_paths(device)):
+        if device is None or paths is None:
+            continue
+        if paths.issuperset((*device.hosts, *(mount.host for mount in device.edits.mounts))):
             continue
         with contextlib.suppress(LookTimeoutError):
             found[record] = await inventory.looks.at("adopt", identity.identity_of, paths, brief=True)
     return found
-
-
-def _paths(device: Device) -> Collection[str]:
-    return {*device.hosts, *(mount.host for mount in device.edits.mounts)}
 
 
 def started(device: Device, *, usb: bool, paths: frozenset[str] | None) -> Sequence[DeviceNode | str]:

@@ -228,29 +228,24 @@ class Ledger:
         return self._logged >= CHECKPOINT
 
     def tidy(self) -> None:
-        """Copy SQLite's log into the database if `must_tidy` is true. Blocks."""
+        """Copy SQLite's log into the database if `must_tidy` is true, then begin a new log and sync it. Blocks."""
         with self.guard:
-            self._empty_log()
-
-    def _empty_log(self) -> None:
-        """Copy SQLite's log into the database if `must_tidy` is true, then begin a new log and sync this log."""
-        connection = self._connection
-        if self._logged < CHECKPOINT:
-            return
-        self._logged = 0
-        if connection is None:
-            return
-        try:
-            connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
-            # SQLite syncs the first frame of a new log. So this write does the sync here, and a later write in the
-            # event loop needs no sync.
-            for statement in ("BEGIN IMMEDIATE", "UPDATE seal SET id = 1 WHERE id = 1", "COMMIT"):
-                connection.execute(statement)
-        except sqlite3.Error as error:
-            # It is not known which frames of the log are on the disk. The next call reads the whole log, and writes it
-            # again.
-            _LOG.warning("cannot empty the log of the ledger %s: %s", self.path, error)
-            self._disconnect()
+            if not self.must_tidy:
+                return
+            self._logged = 0
+            if self._connection is None:
+                return
+            try:
+                self._connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
+                # SQLite syncs the first frame of a new log. So this write does the sync here, and a later write in the
+                # event loop needs no sync.
+                for statement in ("BEGIN IMMEDIATE", "UPDATE seal SET id = 1 WHERE id = 1", "COMMIT"):
+                    self._connection.execute(statement)
+            except sqlite3.Error as error:
+                # It is not known which frames of the log are on the disk. The next call reads the whole log, and writes
+                # it again.
+                _LOG.warning("cannot empty the log of the ledger %s: %s", self.path, error)
+                self._disconnect()
 
     def do_all(self, operations: Sequence[Operation[Any]]) -> list[Any]:
         """Execute operations in order, and record all their changes in one transaction. Return the operations' results.
@@ -284,7 +279,7 @@ class Ledger:
             if after.sequence != self.snapshot.sequence:
                 self._write(after.sequence, changes, synced=outlives_boot(changes))
             self.snapshot = after
-            self._empty_log()
+            self.tidy()
             return answers
 
     def record(self, decision: Decision[Any]) -> bool:

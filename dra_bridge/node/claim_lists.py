@@ -44,18 +44,11 @@ class ClaimListStatistics:
     failures: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class ListBegun:
-    """The result of a complete list of claims. at: when the list's first request was sent (monotonic seconds)."""
-
-    at: float
-
-
 @dataclass(slots=True, eq=False)
 class _Next:
     """The next list of all claims, which has not begun yet. visits: the functions to call with each claim."""
 
-    reading: asyncio.Task[ListBegun | ClusterError]
+    reading: asyncio.Task[float | ClusterError]
     visits: list[Visit] = field(default_factory=list)
 
 
@@ -79,8 +72,10 @@ class ClaimLists:
     _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     _tasks: Tasks = field(default_factory=Tasks)
 
-    async def read(self, visit: Visit) -> ListBegun:
+    async def read(self, visit: Visit) -> float:
         """Call `visit` with each claim of a list that begins after this call.
+
+        Return when the list's first request was sent (monotonic seconds).
 
         If this method raises an exception, the visited claims are incomplete and must not be used. Raises ClusterError
         if the list fails; during the wait after a failed list, the method raises the last error at once.
@@ -100,7 +95,7 @@ class ClaimLists:
         """Stop reading lists, and cancel calls of `read`."""
         await self._tasks.close()
 
-    async def _read(self) -> ListBegun | ClusterError:
+    async def _read(self) -> float | ClusterError:
         async with self._turn:
             await asyncio.sleep(self._due - time.monotonic())
             assert self._next is not None
@@ -121,7 +116,7 @@ class ClaimLists:
             self.backoff.reset()
             rest = min(REST * took, LONGEST_REST)
             self._due = time.monotonic() + random.uniform(rest / 2, rest)  # noqa: S311  # jitter
-            return ListBegun(began)
+            return began
 
     async def _visited(self, visits: list[Visit]) -> None:
         try:

@@ -71,11 +71,6 @@ class EvidenceReader:
         """Return a pod's name, for messages."""
         return self.agent.tracker.title(pod_uid)
 
-    @property
-    def scan_problem(self) -> str:
-        """Why the last scan could not read the holders of devices; "" if the scan succeeded."""
-        return self.agent.tracker.snapshot.problem
-
     async def read(self, service: Service, devices: Sequence[str]) -> Evidence:
         """Return the evidence of the holders of these devices of a resource.
 
@@ -127,7 +122,7 @@ class EvidenceReader:
             if any(map(self._here, claim.results)):
                 found.append(claim)
 
-        return (await self.lists.read(visit)).at, found
+        return await self.lists.read(visit), found
 
     def _here(self, result: ClaimResult) -> bool:
         return (result.driver, result.pool) == (self.driver.name, self.driver.pool) and not result.admin
@@ -230,7 +225,7 @@ class DeviceReconciler:
                 self.evidence.agent.tracker.unknown.update(sources_of(error))
                 reasons = dict.fromkeys(unreconciled, str(error) or type(error).__name__)
             else:
-                problem = self.evidence.scan_problem
+                problem = self.evidence.agent.tracker.snapshot.problem
                 reasons = dict.fromkeys(uncertain, problem or "it may have a holder on the other side")
                 if not reasons:
                     backoff.reset()

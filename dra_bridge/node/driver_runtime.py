@@ -276,12 +276,9 @@ class DriverRuntime:
             _LOG.error("%s", text, extra={"resource": resource})
             self._tasks.start(self.context.node.alarm("AdoptedPluginBypassed", text))
 
-    def has_left(self, resource: str) -> bool:
-        """Return whether no device of a resource is in this driver's slices any more."""
-        return not any(record.driver == self.name for record in self.async_ledger.snapshot.of(resource).values())
-
     async def _let_go(self, resource: str) -> None:
-        if self.has_left(resource):
+        """Stop serving a resource if none of its devices is in this driver's slices any more."""
+        if not any(record.driver == self.name for record in self.async_ledger.snapshot.of(resource).values()):
             self.drop(resource)
         self._left(resource)
 

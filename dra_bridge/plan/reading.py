@@ -32,7 +32,6 @@ from dra_bridge.plan.objects import CUT, NAMED, Body, ClusterObjects, Unread, cu
 
 TEMPLATES: Final = Kind(GROUP, "", "resourceclaimtemplates", "ResourceClaimTemplate")
 QUOTAS: Final = Kind("", "v1", "resourcequotas", "ResourceQuota")
-PRIORITY_CLASSES: Final = Kind("scheduling.k8s.io", "v1", "priorityclasses", "PriorityClass")
 CLUSTER_ROLES: Final = Kind("rbac.authorization.k8s.io", "v1", "clusterroles", "ClusterRole")
 CONFIG_MAPS: Final = Kind("", "v1", "configmaps", "ConfigMap")
 ACCESS_REVIEWS: Final = Kind("authorization.k8s.io", "v1", "selfsubjectaccessreviews", "SelfSubjectAccessReview")
@@ -53,7 +52,6 @@ TIMEOUT: Final = 5.0
 """Seconds within which a kubelet must respond; otherwise its configuration counts as unread."""
 AT_ONCE: Final = 32
 """Maximum number of simultaneous requests to kubelets."""
-_NO_DRA: Final = {kind.kind for kind in LISTED if kind.group == GROUP}
 
 
 class _ConfigZ(msgspec.Struct):

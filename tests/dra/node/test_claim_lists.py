@@ -73,7 +73,7 @@ async def test_calls_share_a_list_that_begins_after_them(server: Server, lists: 
     for _ in range(5):
         server.let.release()
     for reader in [*first, *later]:
-        assert (await reader.task).at >= reader.asked
+        assert await reader.task >= reader.asked
     assert [reader.found for reader in first] == [["a", "b"]] * 3
     assert [reader.found for reader in later] == [["a", "b", "c"]] * 3
     assert len(server.begun) == 2
