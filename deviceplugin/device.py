@@ -323,7 +323,9 @@ class Device:
     set. identity: a text without spaces that identifies the hardware, such as a serial number. Devices with equal
     identities are the same hardware and never have two holders. The agent also identifies the hardware by device
     numbers in `nodes`: by the numbers that no other listed device has, or by all numbers if other devices have each of
-    them. So put a node that partitions share into the `edits` of each partition.
+    them. So put a node that partitions share into the `edits` of each partition. part_of: the identities of larger
+    devices of which this device is a part. This device and such a device never have holders at the same time; parts of
+    one device can.
     """
 
     id: str
@@ -337,6 +339,7 @@ class Device:
     consumes: Mapping[str, Mapping[str, int | str]] = field(default_factory=lambda: _NOTHING)
     counters: Mapping[str, Mapping[str, int | str]] = field(default_factory=lambda: _NOTHING)
     identity: str = ""
+    part_of: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         _string("a device's id", self.id)
@@ -358,9 +361,12 @@ class Device:
             object.__setattr__(self, "numa", tuple(node for node in self.numa_nodes if node != -1) or None)
         _typed("edits", self.edits, ContainerEdits, "ContainerEdits(env={'NAME': 'value'}), say")
         _string("message", self.message)
-        _string("identity", self.identity)
-        if " " in self.identity or not self.identity.isprintable():
-            raise ValueError(f"identity is printable characters without spaces, not {self.identity!r}")
+        if self.part_of != ():
+            object.__setattr__(self, "part_of", _list("part_of", self.part_of, "identities such as 'serial:1234'"))
+        for name, text in (("identity", self.identity), *(("part_of", text) for text in self.part_of)):
+            _string(name, text)
+            if " " in text or not text.isprintable():
+                raise ValueError(f"{name} is printable characters without spaces, not {text!r}")
         attribute = "a string, an integer, a boolean or a Version"
         right = "a dict by name such as {'memory': '16Gi'}"
         _entries("attributes", self.attributes, right, lambda given: isinstance(given, str | int), attribute)

@@ -3,8 +3,8 @@
 All functions are pure.
 
 Two devices exclude each other if they are the same hardware: their identities have a token (such as a device number) in
-common. Two partitions also exclude each other if they consume the same counters, and the counters do not suffice for
-both.
+common. A device and its parts exclude each other. Two partitions also exclude each other if they consume the same
+counters, and the counters do not suffice for both.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from fractions import Fraction
 from typing import Final
 
 from deviceplugin.device import Device, natural
-from deviceplugin.identity import Tokens, agree, lasting, shown
+from deviceplugin.identity import Tokens, agree, identified, shown
 from deviceplugin.naming import parse_quantity
 
 DeviceKey = tuple[str, str]
@@ -29,13 +29,14 @@ class Hardware:
     """The hardware of a device: its identity tokens and its counters.
 
     scope: the driver, or the resource if it has no driver. Equal names of counter sets mean the same counter set only
-    within one scope.
+    within one scope. within: the tokens of larger devices of which the device is a part.
     """
 
     tokens: Tokens = frozenset()
     scope: str = ""
     consumes: Counters = field(default_factory=dict)
     counters: Counters = field(default_factory=dict)
+    within: Tokens = frozenset()
 
 
 def hardware_of(device: Device, tokens: Tokens, scope: str) -> Hardware:
@@ -47,7 +48,7 @@ def hardware_of(device: Device, tokens: Tokens, scope: str) -> Hardware:
             for name, values in counters.items()
         }
 
-    return Hardware(tokens, scope, amounts(device.consumes), amounts(device.counters))
+    return Hardware(tokens, scope, amounts(device.consumes), amounts(device.counters), frozenset(device.part_of))
 
 
 class DeviceConflictError(Exception):
@@ -75,9 +76,12 @@ def natural_key(key: DeviceKey) -> tuple[str, tuple[object, ...]]:
 
 
 class HardwareIndex:
-    """Has the hardware of all devices of this process at one moment, and finds the devices that exclude each other."""
+    """Has the hardware of all devices of this process at one moment, and finds the devices that exclude each other.
 
-    def __init__(self, hardware: Mapping[DeviceKey, Hardware]) -> None:
+    boot: the id of the node's boot.
+    """
+
+    def __init__(self, hardware: Mapping[DeviceKey, Hardware], boot: str = "") -> None:
         self._hardware = hardware
         self._by_token: dict[str, set[DeviceKey]] = {}
         self._by_set: dict[tuple[str, str], set[DeviceKey]] = {}
@@ -95,8 +99,10 @@ class HardwareIndex:
         self.related = frozenset(key for keys in together if len(keys) > 1 for key in keys)
         """Each of these devices has peers: other devices with the same hardware or counter set."""
         self.tokens_by_device: Final = {key: value.tokens for key, value in hardware.items()}
-        self.lasting: Final = {key: lasting(value.tokens) for key, value in hardware.items()}
-        """For each device, the tokens that are recorded for a holder (`deviceplugin.identity.lasting`)."""
+        self.identities: Final = {
+            key: identified(value.tokens, boot, within=value.within) for key, value in hardware.items()
+        }
+        """For each device, the identity that is recorded for a holder."""
         self.listed: Final = frozenset(self._by_token)
         """The identity tokens of all devices."""
 

@@ -51,6 +51,8 @@ _PORTS: Final = "by-path"
 others)."""
 UUID: Final = "uuid:"
 """The prefix of the `identity` that the NVIDIA source gives to GPUs and MIG partitions. The UUID follows."""
+PCI: Final = "pci:"
+"""The prefix of the `identity` of a PCI function. The address follows, such as `0000:07:00.0`."""
 MEMORY: Final = 1
 """The major number of /dev/null, /dev/zero and /dev/random. These nodes stand for no hardware."""
 
@@ -268,7 +270,8 @@ class Identity(msgspec.Struct, frozen=True, array_like=True):
     device has the same holder. sure: True if all tokens are of this device; False if they are of all devices in an
     AllocateResponse, or of a control node. reached: the tokens of nodes to which the device's paths have led since the
     grant; a restarted container may open these nodes, even if they later stand for other hardware. left: the tokens in
-    `tokens` whose nodes the holder cannot open any more, because its container has restarted.
+    `tokens` whose nodes the holder cannot open any more, because its container has restarted. within: the tokens of
+    larger devices of which the device is a part (`Device.part_of`).
     """
 
     boot: str = ""
@@ -276,19 +279,23 @@ class Identity(msgspec.Struct, frozen=True, array_like=True):
     sure: bool = True
     reached: Tokens = frozenset()
     left: Tokens = frozenset()
+    within: Tokens = frozenset()
+
+    def valid_in(self, boot: str) -> Identity:
+        """Return this identity; `UNIDENTIFIED` if it is from another boot of the node, whose containers have ended."""
+        return self if self.boot == boot else UNIDENTIFIED
 
     def in_boot(self, boot: str) -> Tokens:
         """Return `tokens`; an empty set if they are from another boot of the node, whose containers have ended."""
         return self.tokens if self.boot == boot else frozenset()
 
-    def reaches(self, boot: str) -> Tokens:
-        """Return `reached`: further nodes that the holder may open; empty for an identity from another boot."""
-        return self.reached if self.boot == boot else frozenset()
-
     def reaching(self, now: Identity) -> Identity:
-        """Return this identity with the nodes of another identity of the same boot added to `reached`."""
-        more = reachable(now.tokens) | now.reached if now.boot == self.boot else frozenset()
-        return msgspec.structs.replace(self, reached=self.reached | more - self.tokens, left=self.left - more)
+        """Return this identity with another identity of the same boot: its nodes are added to `reached`."""
+        if now.boot != self.boot:
+            return self
+        more, within = reachable(now.tokens) | now.reached, self.within | now.within
+        reached = self.reached | more - self.tokens
+        return msgspec.structs.replace(self, reached=reached, left=self.left - more, within=within)
 
     def reaching_only(self, nodes: Tokens) -> Identity:
         """Return the identity for a holder that can open only these nodes. nodes: the nodes' tokens in this boot."""
@@ -311,9 +318,12 @@ UNIDENTIFIED: Final = Identity()
 """The identity of a device without known tokens."""
 
 
-def identified(tokens: Tokens, boot: str, *, sure: bool = True) -> Identity:
-    """Return the identity to record for a device with these present tokens; `UNIDENTIFIED` without tokens."""
-    return Identity(boot, lasting(tokens), sure) if tokens else UNIDENTIFIED
+def identified(tokens: Tokens, boot: str, *, sure: bool = True, within: Collection[str] = ()) -> Identity:
+    """Return the identity to record for a device with these present tokens; `UNIDENTIFIED` without tokens.
+
+    within: see `Identity`.
+    """
+    return Identity(boot, lasting(tokens), sure, within=frozenset(within)) if tokens or within else UNIDENTIFIED
 
 
 async def publish(inventory: Inventory, devices: Sequence[Device], replicas: Mapping[str, int]) -> bool:

@@ -169,6 +169,12 @@ def test_winner_wins_and_nothing_is_lost(edits: list[ContainerEdits], winner: Co
         (Device, {"id": "a", "edits": {"env": {"N": "1"}}}, r"device 'a': edits must be ContainerEdits\("),
         (Device, {"id": "a", "message": None}, "device 'a': message must be a string such as 'None', not None"),
         (Device, {"id": "a", "identity": 7}, "device 'a': identity must be a string such as '7', not 7"),
+        (
+            Device,
+            {"id": "a", "part_of": "b"},
+            "device 'a': part_of must be a sequence of identities",
+        ),
+        (Device, {"id": "a", "part_of": ["b c"]}, "device 'a': part_of is printable characters without spaces"),
         (Device, {"id": "a", "attributes": ["x"]}, r"device 'a': attributes must be a dict .*, not \['x'\]"),
         (Device, {"id": 5}, "a device's id must be a string such as '5', not 5"),
         (ContainerEdits, {"env": {"N": 1}}, "env: the value of 'N' must be a string such as '1', not 1"),

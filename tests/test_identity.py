@@ -219,6 +219,6 @@ def test_a_holder_that_leaves_nodes_has_them_again_when_it_reaches_them() -> Non
 def test_what_a_holder_reaches_is_not_what_the_device_is() -> None:
     """A holder that reaches other nodes gets their numbers, not their hardware, and none of another boot."""
     held = identity.identified(N0 | STICK, "1").reaching(identity.identified(N1 | OTHER, "1"))
-    assert (held.in_boot("1"), held.reaches("1")) == (N0 | STICK, N1)
-    assert held.reaches("2") == frozenset()
+    assert (held.in_boot("1"), held.valid_in("1").reached) == (N0 | STICK, N1)
+    assert held.valid_in("2") == identity.UNIDENTIFIED
     assert held.reaching(identity.identified(frozenset({"char:1:2"}), "2")) == held

@@ -353,13 +353,13 @@ def unrecorded(seen: UnrecordedEvidence, title: Callable[[str], str] = str) -> t
         if ours(what) and not is_recorded:
             over = allocation.resource in seen.observed and allocation not in seen.unscanned
             if not over:
-                amount, reached = what.amount, what.identity.reaches(seen.boot)
-                uses.append(Use(unit, who, what.key, tokens, part_of(amount), takes_recorded(amount), reached))
+                now, part, takes = what.identity.valid_in(seen.boot), part_of(what.amount), takes_recorded(what.amount)
+                uses.append(Use(unit, who, what.key, tokens, part, takes, now.reached, within=now.within))
         elif tokens and not (is_recorded and tokens <= recorded[allocation[:2]]):
             uses.append(Use(unit, who, None, tokens, None))
         record = seen.records.get(allocation[2:])
-        known = record.identity.reaches(seen.boot) if record is not None else frozenset()
-        if not ours(what) and (opened := what.identity.reaches(seen.boot) - known):
+        known = record.identity.valid_in(seen.boot).reached if record is not None else frozenset()
+        if not ours(what) and (opened := what.identity.valid_in(seen.boot).reached - known):
             # A node in the response of an adopted plugin did not exist at Allocate.
             uses.append(Use(unit, who, None, frozenset(), None, reached=opened))
     return tuple(uses)

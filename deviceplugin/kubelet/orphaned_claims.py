@@ -197,7 +197,8 @@ class OrphanedClaims:
                 if not device.admin:
                     key, part = (device.resource, device.device), part_of(device.amount)
                     unit, takes = claim_unit(file.driver, file.uid), takes_recorded(device.amount, file.driver)
-                    uses.append(Use(unit, who, key, device.identity.in_boot(self.boot), part, takes))
+                    now = device.identity.valid_in(self.boot)
+                    uses.append(Use(unit, who, key, now.tokens, part, takes, within=now.within))
         for claim in claims:
             filed = {file.driver for file in files if file.uid == claim.uid and file.devices is not None}
             others = claim.devices.keys() - served - filed

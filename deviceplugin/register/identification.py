@@ -47,7 +47,7 @@ def adopt(
         identity = recorded if known else now
         if opened is not None:
             now = msgspec.structs.replace(now, tokens=now.tokens & opened)
-        return identity.reaching(now) if follows else identity
+        return identity.reaching(now if follows else Identity(now.boot, within=now.within))
 
     def decide(state: RegisterSnapshot) -> Decision[None]:
         changes = []
@@ -93,7 +93,7 @@ def reach(resource: str, ids: Collection[str], nodes: Tokens, view: View) -> Ope
             return Decision(why)
         changes = []
         for name, record in found.items():
-            known = reachable(record.identity.in_boot(view.boot)) | record.identity.reaches(view.boot)
+            known = reachable(record.identity.in_boot(view.boot)) | record.identity.valid_in(view.boot).reached
             changed = replace(record, identity=Identity(view.boot, reached=known | nodes))
             changes.append(Change("allocations", (resource, name), changed))
         return Decision("", tuple(changes))

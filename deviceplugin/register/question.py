@@ -50,7 +50,7 @@ class Use(NamedTuple):
     known. tokens: the device's identity in this boot, empty if unknown. part: the fraction of the device that the
     holder has; None if unknown. takes: the quantity that the device takes from each counter. reached: tokens of further
     device nodes that the holder may open; these tokens do not identify the device. left: tokens of device nodes that
-    the holder cannot open any more.
+    the holder cannot open any more. within: the tokens of larger devices of which the device is a part.
     """
 
     unit: tuple[str, ...]
@@ -61,6 +61,7 @@ class Use(NamedTuple):
     takes: Mapping[Counter, Fraction] = {}
     reached: Tokens = frozenset()
     left: Tokens = frozenset()
+    within: Tokens = frozenset()
 
     @property
     def own(self) -> set[Point]:
@@ -70,8 +71,8 @@ class Use(NamedTuple):
 
     @property
     def points(self) -> set[Point]:
-        """The keys of this use in the index of holders (`Point`): those in `own`, and the tokens in `reached`."""
-        return self.own | self.reached if self.reached else self.own
+        """The keys of this use in the index of holders (`Point`): `own`, and the tokens in `reached` and `within`."""
+        return self.own | self.reached | self.within if self.reached or self.within else self.own
 
     def concerns(self, points: Collection[Point]) -> bool:
         """Return whether one of these keys is a token, the device's (resource, id), or a counter of this use."""
@@ -174,7 +175,8 @@ def _use(
     unit: tuple[str, ...], title: str, of: DeviceKey, identity: Identity, amount: Amount, view: View, scope: str = ""
 ) -> Use:
     part = _ONE if amount.part == "1" else part_of(amount)
-    use = Use(unit, title, of, identity.in_boot(view.boot), part, {}, identity.reaches(view.boot), identity.left)
+    now = identity.valid_in(view.boot)
+    use = Use(unit, title, of, now.tokens, part, {}, now.reached, now.left, now.within)
     return in_scopes(use._replace(takes=takes_recorded(amount, scope)), view.scopes) if amount.takes else use
 
 
@@ -330,6 +332,8 @@ def refusal(
 def _common(use: Use, other: Use, listed: Tokens) -> Collection[Point]:
     """Return the points of a requested use that the device of another use has. listed: see `opened`."""
     common = use.own & other.points
+    if use.within:
+        common |= use.within & (other.own | other.reached)
     if use.reached and use.key is not None:
         return common | opened(use.reached, use.key[0], other, listed)
     return common
@@ -345,7 +349,7 @@ def opened(nodes: Tokens, resource: str, other: Use, listed: Tokens) -> Tokens:
     """
     if other.key is None:
         return nodes & listed & other.tokens - other.left
-    return nodes & other.tokens - other.left if other.key[0] != resource else frozenset()
+    return nodes & (other.tokens - other.left | other.within) if other.key[0] != resource else frozenset()
 
 
 def _unreleased(wanted: Collection[Use], held: Sequence[Use], view: View) -> list[Use]:

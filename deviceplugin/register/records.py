@@ -447,6 +447,7 @@ def _points(record: Record | None) -> set[Point]:
     for one in granted:
         points |= one.identity.tokens
         points |= one.identity.reached
+        points |= one.identity.within
         for counter_set, counter, _ in one.amount.takes:
             points.add((counter_set, counter))
     return points

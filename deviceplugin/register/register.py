@@ -31,7 +31,7 @@ from deviceplugin.exclusion import (
     titled,
 )
 from deviceplugin.hook_runs import DeviceBusyError, HookRuns
-from deviceplugin.identity import UNIDENTIFIED, Identity, Tokens, identified, shown
+from deviceplugin.identity import UNIDENTIFIED, Tokens, shown
 from deviceplugin.inventory import Inventory, InventorySnapshot
 from deviceplugin.register import identification, opened, operations
 from deviceplugin.register.offers import ListedResource, OfferQuestion, WithheldDevices, withheld_devices
@@ -116,14 +116,15 @@ class RegisterHost:
 
 
 class ListedHardware:
-    """The identity tokens of all devices that this process's sources list. served: for each resource, its service.
+    """The identity of all devices that this process's sources list. served: for each resource, its service.
 
     `now` sets the attributes `hardware` (its result), `resources`, `scopes` and `limits` (see `View`), and
     `has_released` (a source has the hook `released`).
     """
 
-    def __init__(self, served: Mapping[str, ResourceDevices]) -> None:
+    def __init__(self, served: Mapping[str, ResourceDevices], boot: str) -> None:
         self.served: Final = served
+        self._boot = boot
         self.hardware = HardwareIndex({})
         self._version: list[object] = [None]
         self.resources: dict[str, ListedResource] = {}
@@ -143,9 +144,9 @@ class ListedHardware:
                 resources[name] = ListedResource(now, source.driver or "", source.replicas, service.ids_now)
                 for device in now.devices.values():
                     tokens = now.identities.get(device.id, frozenset())
-                    if tokens or device.consumes or device.counters:
+                    if tokens or device.consumes or device.counters or device.part_of:
                         hardware[name, device.id] = hardware_of(device, tokens, source.driver or name)
-            self._version, self.resources, self.hardware = version, resources, HardwareIndex(hardware)
+            self._version, self.resources, self.hardware = version, resources, HardwareIndex(hardware, self._boot)
             self.scopes = {name: listed.driver or name for name, listed in resources.items()}
             self.limits = self.hardware.limits()
             self.has_released = any("released" in service.source.hooks for service in services)
@@ -180,7 +181,7 @@ class Register:
         self.boot: Final = identity.boot_id()
         self.evidence_missing: Final = host.evidence_missing
         self.store: Store = store or MemoryStore()
-        self.listed: Final = ListedHardware(host.services)
+        self.listed: Final = ListedHardware(host.services, self.boot)
         self.hooks: Final = HookRuns(self)
         self.releases: Final = Releases(self)
         self.waits: Final = Waits()
@@ -265,8 +266,7 @@ class Register:
     def wanted(self, resource: str, device: str) -> Wanted:
         """Return the identity and the amount that a container with one id of the device would get now."""
         key, served = (resource, device), self.listed.served.get(resource)
-        tokens = self.listed.now().lasting.get(key)
-        its = Identity(self.boot, tokens) if tokens else UNIDENTIFIED
+        its = self.listed.now().identities.get(key, UNIDENTIFIED)
         listed = served.inventory.snapshot.devices.get(device) if served is not None else None
         if served is None or listed is None:
             return Wanted(key, its, WHOLE)
@@ -347,12 +347,12 @@ class Register:
         await self.verify(keys, resets=False)
         with self._granting(keys):
             await self._host.reread(checkpoint=checkpoint)
-            wanted, lasting = dict[str, Wanted](), self.listed.now().lasting
+            wanted, identities = dict[str, Wanted](), self.listed.now().identities
             for name, device in ids.items():
                 if why := self.evidence_missing(resource, device):
                     raise UnknownHolderError(f"the holder of device {device} is not known yet: {why}")
                 wanted[name] = asked.get(name) or self.wanted(resource, device)
-                if wanted[name].identity.tokens != lasting.get((resource, device), NO_TOKENS):
+                if wanted[name].identity.tokens != identities.get((resource, device), UNIDENTIFIED).tokens:
                     raise DeviceConflictError(f"device {device} stands for other hardware than when it was requested")
             now = time.time()
             answer = await self.store.do(operations.grant(resource, wanted, self.view(), now))
@@ -536,7 +536,7 @@ class Register:
             return
         keys = {(allocation.resource, allocation.device) for allocation in state.allocations.values()}
         keys.update(key for claim in state.claims.values() for key in claim.held)
-        identities = {key: identified(tokens, self.boot) for key in keys if (tokens := hardware.tokens(key))}
+        identities = {key: one for key in keys if (one := hardware.identities.get(key, UNIDENTIFIED)) != UNIDENTIFIED}
         if identities:
             inventories = {name: served.inventory for name, served in self.listed.served.items()}
             at_paths = await opened.tokens_at_paths(state, identities, inventories, self._host.granted_paths)

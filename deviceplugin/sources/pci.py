@@ -20,6 +20,7 @@ from typing import Final
 from deviceplugin import looked_at, sysfs
 from deviceplugin.config.types import PciConfig
 from deviceplugin.device import NO_EDITS, ContainerEdits, Device, DeviceNode, Health
+from deviceplugin.identity import PCI
 from deviceplugin.naming import PCI_BUS_ID, PCIE_ROOT
 from deviceplugin.sources import bus
 from deviceplugin.sources.scanned import Scan
@@ -129,7 +130,7 @@ class PciSource(bus.SysfsSource[PciConfig]):
             numa=sysfs.numa_node(function.directory),
             attributes=bus.given(attributes),
             edits=ContainerEdits(nodes=common) if common else NO_EDITS,
-            identity=f"pci:{function.address}",
+            identity=f"{PCI}{function.address}",
             health=Health.UNHEALTHY if problem else Health.HEALTHY,
             message=problem,
         )

@@ -369,7 +369,7 @@ def _granted(claim: Claim, key: DeviceKey, boot: str) -> Identity:
     tokens, reached, left = set[str](), set[str](), set[str]()
     for identity in of:
         tokens |= identity.in_boot(boot)
-        reached |= identity.reaches(boot)
+        reached |= identity.valid_in(boot).reached
         left |= identity.left
     return Identity(boot, frozenset(tokens), reached=frozenset(reached), left=frozenset(left))
 

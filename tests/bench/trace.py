@@ -71,7 +71,7 @@ class Size(NamedTuple):
 
 
 LIMITS: Final = {
-    "Allocate": Size(97, 24),
+    "Allocate": Size(96, 24),
     "NodePrepareResources": Size(170, 35),
     "NodeUnprepareResources": Size(95, 21),
     "move": Size(131, 29),

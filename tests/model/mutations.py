@@ -11,7 +11,6 @@ from unittest.mock import patch
 from deviceplugin.device import Device
 from deviceplugin.exclusion import DeviceKey
 from deviceplugin.hook_runs import HookRuns
-from deviceplugin.identity import Identity
 from deviceplugin.kubelet import checkpoint, holders, orphaned_claims
 from deviceplugin.kubelet.cgroups import PodProcesses
 from deviceplugin.kubelet.device_list import DeviceIds
@@ -134,6 +133,7 @@ MUTATIONS: Final[dict[str, tuple[tuple[object, str, Replacement], ...]]] = {
 # Mutations for walks (tests.model.walk).
 
 _USES: Final = question.uses
+_USE: Final = question._use
 _BEGIN: Final = HookRuns._begin
 _TOO_MANY: Final = "has too many holders"
 
@@ -151,6 +151,11 @@ def _pairwise(wanted: Collection[Use], state: RegisterSnapshot, view: View, *arg
 
 def _no_tokens(*_: object) -> frozenset[str]:
     return frozenset()
+
+
+def _unidentified(*arguments: Any) -> Use:
+    """Make a use that is known by the device's name alone."""
+    return _USE(*arguments)._replace(tokens=frozenset(), reached=frozenset(), within=frozenset())
 
 
 def _all_released(*_: object) -> dict[DeviceKey, str]:
@@ -201,7 +206,11 @@ BY_DRIVER: Final = ((operations, "refusal", _refusal_by_driver),)
 
 WALKS: Final[dict[str, tuple[str, tuple[tuple[object, str, Replacement], ...], str]]] = {
     "the amounts are summed": ("every name", tuple((*where, _pairwise) for where in QUESTION), _TOO_MANY),
-    "identity": ("every name", ((Identity, "in_boot", _no_tokens), (Releases, "unreleased", _all_released)), _TOO_MANY),
+    "identity": (
+        "every name",
+        ((question, "_use", _unidentified), (Releases, "unreleased", _all_released)),
+        _TOO_MANY,
+    ),
     "Prepare: the driver": (
         "former driver",
         (*BY_DRIVER, (rules, "prepare_refusal", _prepare_of_any_driver)),

@@ -13,7 +13,7 @@ from deviceplugin import cli, config, sources
 from deviceplugin.config.lock import OPEN
 from deviceplugin.node.process import ConfigFile
 from deviceplugin.sources import ConfiguredSource
-from deviceplugin.testing import FakeKubelet
+from deviceplugin.testing import FakeKubelet, PodFailedError
 from deviceplugin.testing.plugin import Served
 from tests.nvml import gpus as machines
 from tests.nvml.gpus import FakeGpus
@@ -135,6 +135,33 @@ def test_partitions_of_mixed_are_not_shared(
     fake_kubelet.wait_allocatable("nvidia.com/gpu", 4)
     fake_kubelet.wait_allocatable("nvidia.com/mig-1g.10gb", 1)
     assert set(fake_kubelet.devices("nvidia.com/mig-1g.10gb")) == {part}
+
+
+def test_a_gpu_is_held_whole_or_in_partitions(
+    gpus: FakeGpus, fake_kubelet: FakeKubelet, tmp_path: Path, configured: Configured, served: Serve
+) -> None:
+    """A file lists GPUs whole and their partitions: each holder excludes the other kind, also if made while held."""
+    for index in range(2):
+        gpus.gpu(index)
+    gpus.partition(0, 0, "1g.10gb")
+    gpus.partition(0, 1, "1g.10gb")
+    part, file = "example.com/part", tmp_path / "config.yaml"
+    whole = "resources:\n- {name: nvidia.com/gpu, devices: [{nvidia: {}}], health: {period: 1}}\n"
+    file.write_text(whole + f"- {{name: {part}, devices: [{{nvidia: {{profile: 1g.10gb}}}}], health: {{period: 1}}}}\n")
+    served(*ConfigFile.read(file, OPEN).sources())
+    fake_kubelet.wait_allocatable("nvidia.com/gpu", 2)
+    fake_kubelet.wait_allocatable(part, 2)
+    both = fake_kubelet.run_pod("both", {part: 2})
+    fake_kubelet.wait_allocatable("nvidia.com/gpu", 1)
+    fake_kubelet.run_pod("whole", {"nvidia.com/gpu": 1})
+    gpus.partition(1, 0, "1g.10gb")
+    gpus.xid(1, -1)
+    fake_kubelet.wait_until(lambda: fake_kubelet.capacity(part) == 3)
+    with pytest.raises(PodFailedError):
+        fake_kubelet.run_pod("another", {part: 1})
+    both.delete()
+    fake_kubelet.wait_allocatable("nvidia.com/gpu", 2)
+    assert fake_kubelet.allocatable(part) == 2
 
 
 def test_replicas_go_by_product(

@@ -1,4 +1,4 @@
-"""Random grants of a listed resource and of an adopted one whose responses name nodes of the listed devices."""
+"""Random grants of listed devices, of their parts, and of adopted ids whose responses name nodes of the devices."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from deviceplugin.register.identification import reach
 from deviceplugin.register.question import View, Wanted
 from deviceplugin.register.records import WHOLE, Change, Decision, RegisterSnapshot
 
-LISTED, ADOPTED, BOOT = "example.com/listed", "vendor.example/adopted", "1"
+LISTED, PARTS, ADOPTED, BOOT = "example.com/listed", "example.com/part", "vendor.example/adopted", "1"
 NODES = {f"d{number}": frozenset({f"char:240:{number}"}) for number in range(3)}
 CONTROL = "char:195:255"
 VIEW = View(BOOT, present={(LISTED, name): tokens for name, tokens in NODES.items()})
@@ -29,6 +29,13 @@ def allocate(name: str) -> Step:
     """Return a step in which a pod requests a listed device."""
     wanted = Wanted((LISTED, name), identified(NODES[name], BOOT), WHOLE)
     return lambda state: state.following(operations.grant(LISTED, {name: wanted}, VIEW, 1.0)(state))
+
+
+def allocate_part(name: str, whole: str) -> Step:
+    """Return a step in which a pod requests a part of a listed device."""
+    own = frozenset({f"uuid:{name}-{whole}"})
+    wanted = Wanted((PARTS, f"{name}-{whole}"), identified(own, BOOT, within=NODES[whole]), WHOLE)
+    return lambda state: state.following(operations.grant(PARTS, {wanted.key[1]: wanted}, VIEW, 1.0)(state))
 
 
 def forward(name: str, nodes: Tokens) -> Step:
@@ -61,19 +68,31 @@ def end(resource: str, name: str) -> Step:
 _steps = st.one_of(
     st.builds(allocate, _ids),
     st.builds(forward, _ids, _responses),
+    st.builds(allocate_part, st.sampled_from("ab"), _ids),
     st.builds(end, st.sampled_from([LISTED, ADOPTED]), _ids),
+    st.builds(lambda part, whole: end(PARTS, f"{part}-{whole}"), st.sampled_from("ab"), _ids),
 )
 
 
 @given(st.lists(_steps, max_size=12))
-def test_no_listed_device_has_a_holder_while_a_holder_of_an_adopted_id_can_open_it(steps: list[Step]) -> None:
-    """After any sequence of grants, responses and ends, a listed device is held by its resource or by the plugin's."""
+def test_a_listed_device_is_held_whole_or_in_parts_or_through_an_adopted_id(steps: list[Step]) -> None:
+    """After any sequence of grants, responses and ends, a holder of a device excludes parts and adopted ids with it."""
     state = RegisterSnapshot()
     for step in steps:
         state = step(state)
         opened: Tokens = frozenset().union(*(record.identity.reached for record in state.allocations_of(ADOPTED)))
+        parts: Tokens = frozenset().union(*(record.identity.within for record in state.allocations_of(PARTS)))
         for record in state.allocations_of(LISTED):
-            assert record.identity.tokens.isdisjoint(opened)
+            assert record.identity.tokens.isdisjoint(opened | parts)
+        assert parts.isdisjoint(opened)
+
+
+def test_parts_of_one_device_have_holders_at_the_same_time() -> None:
+    """Two parts of a device are granted beside each other, and beside another whole device."""
+    state = RegisterSnapshot()
+    for step in (allocate_part("a", "d0"), allocate_part("b", "d0"), allocate("d1"), allocate("d0")):
+        state = step(state)
+    assert state.allocations.keys() == {(PARTS, "a-d0"), (PARTS, "b-d0"), (LISTED, "d1")}
 
 
 def test_control_nodes_are_of_all() -> None:

@@ -14,7 +14,7 @@ from typing import Final
 from deviceplugin import sysfs
 from deviceplugin.cdi_specs import names_of
 from deviceplugin.device import AttributeValue, ContainerEdits, Device, DeviceNode, Health
-from deviceplugin.identity import UUID
+from deviceplugin.identity import PCI, UUID
 from deviceplugin.sources import bus
 from deviceplugin.sources.nvidia.nvml import Gpu, NvmlScan, Partition, Places, version
 from deviceplugin.topology import Link
@@ -86,6 +86,7 @@ def _make_device(
             "placementSize": size,
         }
     described = gpu if partition is None else partition
+    larger = [f"{PCI}{gpu.address}"] if gpu.address else []
     own, common = nodes
     return Device(
         described.uuid,
@@ -95,6 +96,7 @@ def _make_device(
         capacity={"memory": f"{described.memory}Mi"} if described.memory else {},
         edits=ContainerEdits(nodes=common, cdi=[f"{CDI_KIND}={cdi}"] if cdi else ()),
         identity=f"{UUID}{described.uuid}",
+        part_of=larger if partition is None else [f"{UUID}{gpu.uuid}", *larger],
     )
 
 
