@@ -126,9 +126,9 @@ def _in_text(text: str, *, whole: bool = False) -> Iterator[tuple[_Take, Any]]:
         if whole and not document.FLAG.search(text):
             raise
         nodes = []
-    nodes = [
-        node for node in nodes if document.kind(node) in {"map", "seq"} or document.scalar_text(node) != text.strip()
-    ]
+    # A text that is only itself is not searched again; YAML keeps other spaces at its ends than `str.strip`.
+    alone = {text, text.strip()}
+    nodes = [node for node in nodes if document.kind(node) in {"map", "seq"} or document.scalar_text(node) not in alone]
     if not nodes and document.FLAG.search(text):
         yield _flags, _words(text)
     for node in nodes:

@@ -77,6 +77,12 @@ def test_a_text_that_ends_in_an_open_quote_is_refused() -> None:
     assert "found unexpected end of stream" in str(refused('"\n'))
 
 
+@pytest.mark.parametrize("text", ["driver: rw\u00a0", "- \u2003a", "resources: a\u00a0"])
+def test_a_text_that_ends_in_a_no_break_space_is_refused(text: str) -> None:
+    """A value with a space at its end that YAML keeps, and `str.strip` removes, is an error, not an endless search."""
+    assert problems(text)
+
+
 def test_endless_problems_are_cut_short() -> None:
     """The text of an error with many problems is cut, and has the number of problems left out."""
     error = refused("resources: [" + "{}, " * 40 + "]")
