@@ -10,13 +10,14 @@ from typing import Final
 
 from deviceplugin.backoff import Backoff
 from deviceplugin.register import operations
-from deviceplugin.register.records import Claim, RegisterSnapshot, Side, State
+from deviceplugin.register.records import Claim, Decision, Operation, RegisterSnapshot, Side, State
 from deviceplugin.register.rules import ClusterEvidence, KubeletEvidence, MoveWait
 from dra_bridge.handover.admission import served_by_dra
-from dra_bridge.handover.moved import MovedResource
+from dra_bridge.handover.moved import MovedResource, Successor
 from dra_bridge.handover.planner import held_and_expected
 
 _LOG: Final = logging.getLogger(__name__)
+_NOBODY: Final[tuple[Successor | None, Collection[str]]] = (None, ())
 
 
 def shown_unhealthy(
@@ -61,6 +62,25 @@ async def end_moves_to_dra(
     return done.devices
 
 
+def pass_on(
+    resource: str, devices: Collection[str], evidence: ClusterEvidence, driver: str, now: float
+) -> Operation[operations.Committed]:
+    """Return an operation that completes moves to the plugin, and begins the devices' moves to another driver's claims.
+
+    Both are one change of the records, so ListAndWatch never shows the devices Healthy. For the arguments see
+    `operations.commit_to_plugin`; driver: the driver whose claims will get the devices.
+    """
+
+    def decide(state: RegisterSnapshot) -> Decision[operations.Committed]:
+        left = operations.commit_to_plugin(resource, devices, evidence, now)(state)
+        between = state.with_changes(left.changes, state.sequence)
+        reason = f"the resource's driver is {driver} now"
+        begun = operations.begin_move(resource, left.answer.devices, Side.DRA, now, reason, driver)(between)
+        return Decision(left.answer, begun.changes)
+
+    return decide
+
+
 @dataclass(slots=True)
 class _ClaimQuery:
     """The repeated reads of the claim that prevents the move of a device.
@@ -92,7 +112,8 @@ class MovesToPlugin:
 
     No move ends while a pod has a device of the resource for its `limits` through DRA, unless the move is forced.
     Otherwise pods could start with devices of the device plugin, and a kubelet restart would end these pods
-    (`dra_bridge.handover.admission`).
+    (`dra_bridge.handover.admission`). Meanwhile devices go on to the driver that the resource names now, if the share
+    assigns them to claims (`pass_on`).
 
     queries: for each (device, sequence number of the device's record), the reads of a claim; so each move begins with a
     new read. waits: a function that returns the delays between two reads of a claim. limited: whether pods have, or may
@@ -133,11 +154,12 @@ class MovesToPlugin:
         claims = {name: claim for claim in before.claims.values() for of, name in claim.held if of == mine}
         queries = self._known(before, devices, claims)
         served = [] if forced() else by_ledger
+        _, onward = self._onward(name for name in devices if name not in claims) if served else _NOBODY
         withdrawn = {}
         for name in devices:
             if name in claims:
                 waiting[name] = MoveWait.for_claim(claims[name].title)
-            elif served:
+            elif served and name not in onward:
                 waiting[name] = _waits_for_limits(served[0].title)
             elif (at := moved.slices.withdrawn(mine, name)) is None:
                 others = moved.slices.offering(mine, name)
@@ -168,23 +190,38 @@ class MovesToPlugin:
             self.limited = bool(limits)
             self._limits.claim = allocations.claims[limits[0]] if limits else ""
             keeps = () if limits else kept()
+        bound = bool(served or limits) and not forced()
+        idle = (name for name in withdrawn if name not in allocated)
+        successor, onward = self._onward(idle) if bound else _NOBODY
         for name in withdrawn:
             queries[name].claim, queries[name].device = allocated.get(name, ""), name
-            if limits and name not in allocated and not forced():
+            if limits and name not in (*allocated, *onward) and not forced():
                 queries[name].claim, queries[name].device = allocations.claims[limits[0]], None
             waiting[name] = self._waits_for(queries[name])
         arrived = {
             name: at
             for name, at in withdrawn.items()
             # A slice of another driver may have begun to offer the device while the claims were listed.
-            if (queries[name].device is not None or forced())
-            and name not in keeps
-            and moved.slices.withdrawn(mine, name) == at
+            if (name in onward if bound else name not in keeps) and moved.slices.withdrawn(mine, name) == at
         }
         evidence = ClusterEvidence(before.sequence, arrived, allocations.at, allocated)
-        done = await moved.register.store.do(operations.commit_to_plugin(mine, arrived, evidence, time.time()))
+        if successor is None:
+            done = await moved.register.store.do(operations.commit_to_plugin(mine, arrived, evidence, time.time()))
+            waiting.update(done.waiting)
+            return done.devices
+        passing = pass_on(mine, arrived, evidence, successor.driver, time.time())
+        done = await moved.register.store.do(passing)
         waiting.update(done.waiting)
-        return done.devices
+        if done.devices:
+            successor.passed_on(done.devices)
+            moved.side.moved(mine)
+        return ()
+
+    def _onward(self, idle: Iterable[str]) -> tuple[Successor | None, Collection[str]]:
+        """Return the moves of the driver that the resource names now, and those of these devices that go on to it."""
+        if not self.moved.moving.leaving or (successor := self.moved.side.successor(self.moved.name)) is None:
+            return _NOBODY
+        return successor, successor.takes(frozenset(idle))
 
     @staticmethod
     def _waits_for(query: _ClaimQuery) -> MoveWait:

@@ -71,8 +71,31 @@ class DriverSlices(Protocol):
         """Compute and publish the slices again, because the state of moves has changed."""
 
 
+class Successor(Protocol):
+    """The moves of the driver that a resource names now (`dra_bridge.handover.moves.Handover`)."""
+
+    @property
+    def driver(self) -> str:
+        """The driver's name."""
+
+    def takes(self, leaving: Collection[str]) -> Collection[str]:
+        """Return those of these devices, which leave a former driver, that the share assigns to claims.
+
+        Devices that must move together are returned together, or not at all.
+        """
+
+    def passed_on(self, devices: Collection[str]) -> None:
+        """Continue the moves to DRA of these devices, which `dra_bridge.handover.ends.pass_on` has begun."""
+
+    def publish(self) -> None:
+        """Write the report again, because the waits of a former driver's devices have changed."""
+
+
 class DriverSide(Protocol):
     """Finds the driver's other resources, and is told about moves (implemented by `dra_bridge.node.driver_runtime`)."""
+
+    def successor(self, resource: str) -> Successor | None:
+        """Return the moves of the driver that a resource names now; None if the resource names no driver."""
 
     def endpoint(self, resource: str) -> Endpoint | None:
         """Return the endpoint of another resource of the driver; None if this process has no such resource."""
@@ -100,14 +123,18 @@ class MovedResource:
     def __post_init__(self) -> None:
         object.__setattr__(self, "name", self.endpoint.resource)
 
-    def movable(self) -> Movable:
+    def movable(self, leaving: Collection[str] = ()) -> Movable:
         """Return the plugged-in devices that may move, with their states.
 
-        `Share.of` computes from the number of these devices how many should be for DRA.
+        `Share.of` computes from the number of these devices how many should be for DRA. leaving: devices of a former
+        driver to add.
         """
         now, listed = self.register.snapshot, self.inventory.snapshot
         states: dict[str, State] = {}
-        for name, record in self.moving.of(now, self.name).items():
+        records = self.moving.of(now, self.name)
+        for name in leaving:
+            records[name] = now.device(self.name, name)
+        for name, record in records.items():
             if name in listed.devices and name not in listed.gone:
                 states[name] = record.state
         together, refused = self.register.listed.groups(self.name, states), self.register.waits.refused

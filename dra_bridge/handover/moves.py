@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -76,6 +76,26 @@ class Handover:
     def draining(self) -> frozenset[str]:
         """The devices that will leave the device plugin; see `MoveStarter`."""
         return self._starter.draining
+
+    @property
+    def driver(self) -> str:
+        """The driver whose claims get the devices that move to DRA."""
+        return self._moved.moving.driver
+
+    def takes(self, leaving: Collection[str]) -> Collection[str]:
+        """Return the devices to take over from a former driver; see `Successor`."""
+        return self._starter.takes(leaving)
+
+    def passed_on(self, devices: Collection[str]) -> None:
+        """Continue the moves of devices that a former driver has passed on; see `Successor`."""
+        self.statistics.begun[State.TO_DRA.value] += len(devices)
+        text, extra = "%s of a former driver move on to driver %s", {"resource": self.resource}
+        _LOG.info(text, counted(len(devices)), self.driver, extra=extra)
+        self.wake()
+
+    def publish(self) -> None:
+        """Write the report again, because the waits of a former driver's devices have changed."""
+        self._moved.slices.publish()
 
     def ask(self, share: Share, drain: Drain | None = None) -> None:
         """Request another share for DRA. drain: see `Drain`; None keeps the present value."""
@@ -157,6 +177,8 @@ class Handover:
             self._log_waits(waiting)
             self.waiting = waiting
             self._moved.slices.publish()
+            if self._moved.moving.leaving and (successor := self._moved.side.successor(self.resource)) is not None:
+                successor.publish()
         return bool(returned or arrived or limited > self.to_plugin.limited), bool(waiting)
 
     def _log_waits(self, waits: Mapping[str, MoveWait]) -> None:

@@ -87,6 +87,14 @@ class MoveStarter:
         movable = self.moved.movable()
         return movable.with_groups(self._planned(movable, limited=False).to_dra)
 
+    def takes(self, leaving: Collection[str]) -> frozenset[str]:
+        """Return the devices to take over from a former driver; see `Successor`."""
+        movable = self.moved.movable(leaving)
+        leaders, held, expected = leading(movable)
+        chosen = movable.with_groups(plan(leaders, held, self.share, self.drain, expected=expected).to_dra)
+        keys = {(movable.resource, name) for name in leaving}
+        return frozenset(name for name in chosen.intersection(leaving) if keys.issuperset(movable.together[name]))
+
     def _planned(self, movable: Movable, *, limited: bool) -> Plan:
         """Return the moves that the share requires, except moves after which a kubelet restart would end a pod.
 

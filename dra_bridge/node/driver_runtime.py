@@ -16,7 +16,7 @@ from deviceplugin.node.service import Service
 from deviceplugin.register import operations
 from deviceplugin.tasks import Tasks
 from dra_bridge.driver import Driver, Registrar, ServedResource
-from dra_bridge.handover.moved import MovedResource
+from dra_bridge.handover.moved import MovedResource, Successor
 from dra_bridge.handover.moves import Handover
 from dra_bridge.handover.planner import Moving
 from dra_bridge.handover.share import Share
@@ -109,7 +109,14 @@ class DriverRuntime:
         share = NO_DEVICES if moving.leaving else self.context.share.of(policy)
         return Handover(moved, share, policy.drain, self._node.allocatable)
 
-    # Handovers call these methods (DriverSide): `endpoint` and `moved`.
+    # Handovers call these methods (DriverSide): `successor`, `endpoint` and `moved`.
+
+    def successor(self, resource: str) -> Successor | None:
+        """Return the moves of the driver that a resource names now; None if the resource names no driver."""
+        for context in self._node.contexts.values():
+            if resource in context.resources and not context.resources[resource].leaving:
+                return context.resources[resource].handover
+        return None
 
     def endpoint(self, resource: str) -> Endpoint | None:
         """Return the device plugin's servicer of a resource; None if this driver does not serve the resource."""

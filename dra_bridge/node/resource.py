@@ -114,6 +114,7 @@ class DriverContext(DriverHost):
     _names: tuple[object, Mapping[str, str]] = field(default=(None, {}), init=False)
 
     def __post_init__(self) -> None:
+        self.node.contexts[self.name] = self
         self.evidence = self.node.agent.evidence.drivers.setdefault(self.name, DriverEvidence())
 
     def qualifiers(self, resources: Sequence[str] = ()) -> Mapping[str, str]:
@@ -158,7 +159,7 @@ class DriverContext(DriverHost):
 
 @dataclass(frozen=True, slots=True)
 class BridgeNode:
-    """The objects of a node that the runtimes of all DRA drivers use."""
+    """The objects of a node that the runtimes of all DRA drivers use. contexts: of all drivers, by name."""
 
     drivers: DriverNode
     directories: DriverDirectories
@@ -171,6 +172,7 @@ class BridgeNode:
     allocatable: AllocatableStatus
     status_writer: NodeStatusWriter
     lease: NodeLease
+    contexts: dict[str, DriverContext] = field(default_factory=dict)
 
     @property
     def name(self) -> str:

@@ -233,7 +233,9 @@ class SliceFeed:
                 continue
             listed = runtime.listed
             shares[resource] = str(runtime.handover.share)
-            waits |= {(resource, device): what.text for device, what in runtime.handover.waiting.items()}
+            for context in self._context.node.contexts.values():  # The contexts of former drivers are included.
+                if (one := context.resources.get(resource)) is not None:
+                    waits |= {(resource, device): what.text for device, what in one.handover.waiting.items()}
             gone |= {(resource, name) for name in records.of(resource).keys() - (listed.devices.keys() - listed.gone)}
         share, qualifiers = self._context.share, self._context.qualifiers()
         current = progress.progress(

@@ -41,14 +41,15 @@ async def read_status(
     )
     nodes = [fleet.with_answers(view, answers) for view in nodes]
     problems = fleet.problems(answers)
-    unknown = [*fleet.unknown(nodes, answers), *contested]
+    unknown = [*fleet.unknown(nodes, answers), *(text for _, text in contested.values())]
     detailed = {view.node for view in nodes if waits or mixed(view)}
     resources = {name for view in nodes if view.reported is not None for name in view.reported.resources}
     pods, unread_pods = await _read(pods_by_node(cluster, detailed, resources), None)
     hints = [f"pods that wait for devices are not known: {error}" for error in (unread or unread_pods,) if error]
     if pods is not None:
         problems += ended_by_restart(nodes, pods, problems)
-        hints += waiting.hints(nodes, await nodes_by_name(cluster, detailed if waits else ()), pods, waits)
+        taken = {resource: device_class for resource, (device_class, _) in contested.items()}
+        hints += waiting.hints(nodes, await nodes_by_name(cluster, detailed if waits else ()), pods, waits, taken)
     return FleetStatus(nodes, problems, hints, unknown)
 
 

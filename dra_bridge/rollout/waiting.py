@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from deviceplugin.naming import class_name, whole_quantity
-from deviceplugin.register.records import State
+from deviceplugin.register.records import NONE, State
 from dra_bridge.kube import DEVICE_CLASSES, PODS, RESOURCE_CLAIMS, Cluster, ForbiddenError, Object
 from dra_bridge.rollout.fleet import NodeView, shortened
 from dra_bridge.rollout.pods import requests_of
@@ -55,18 +55,22 @@ async def waits(cluster: Cluster, views: Sequence[NodeView]) -> list[Wait]:
 
 
 def hints(
-    views: Iterable[NodeView], nodes: Mapping[str, Object], pods: Mapping[str, Sequence[Object]], waits: Sequence[Wait]
+    views: Iterable[NodeView],
+    nodes: Mapping[str, Object],
+    pods: Mapping[str, Sequence[Object]],
+    waits: Sequence[Wait],
+    taken: Mapping[str, str] = NONE,
 ) -> list[str]:
     """Return sentences that name moves of devices after which waiting pods could start.
 
-    nodes, pods: for each node's name, the Node and the pods that are bound to the node.
+    nodes, pods: for each node's name, the Node and the pods that are bound to the node. taken: see `hints_of`.
     """
     here = [view for view in views if view.node in nodes]
-    return [text for view in here for text in hints_of(view, nodes[view.node], pods[view.node], waits)]
+    return [text for view in here for text in hints_of(view, nodes[view.node], pods[view.node], waits, taken)]
 
 
-async def other_classes(cluster: Cluster, views: Sequence[NodeView]) -> list[str]:
-    """Return a sentence for each resource of these nodes that several DeviceClasses name. Raises ClusterError.
+async def other_classes(cluster: Cluster, views: Sequence[NodeView]) -> dict[str, tuple[str, str]]:
+    """Return `contested_names` for the resources of these nodes. Raises ClusterError.
 
     If the user may not list DeviceClasses, the result is empty.
     """
@@ -74,17 +78,17 @@ async def other_classes(cluster: Cluster, views: Sequence[NodeView]) -> list[str
     try:
         classes = (await cluster.list(DEVICE_CLASSES)).items
     except ForbiddenError:  # The roles of older manifests lack this right.
-        return []
+        return {}
     return contested_names(resources, classes)
 
 
-def contested_names(resources: Iterable[str], classes: Sequence[Object]) -> list[str]:
-    """Return a sentence for each resource that several DeviceClasses name as their extended resource.
+def contested_names(resources: Iterable[str], classes: Sequence[Object]) -> dict[str, tuple[str, str]]:
+    """Return, for each resource that several DeviceClasses name, the class that the scheduler uses, and a sentence.
 
     The scheduler uses the newest class. If classes have the same creation time, the scheduler uses the class whose name
     sorts first (extendedresourcecache.go, kube-scheduler 1.36).
     """
-    sentences = []
+    contested = {}
     for resource in dict.fromkeys(resources):
         mine = [
             device_class["metadata"]
@@ -93,21 +97,30 @@ def contested_names(resources: Iterable[str], classes: Sequence[Object]) -> list
         ]
         named = sorted(mine, key=lambda metadata: str(metadata["name"]))
         if len(named) > 1:
-            taken = max(named, key=lambda metadata: str(metadata.get("creationTimestamp")))["name"]
+            taken = str(max(named, key=lambda metadata: str(metadata.get("creationTimestamp")))["name"])
             names = ", ".join(str(metadata["name"]) for metadata in named)
             text = f"DeviceClasses {names} all name the extended resource {resource}"
-            sentences.append(f"{text}: pods with limits for it get devices of class {taken}")
-    return sentences
+            contested[resource] = taken, f"{text}: pods with limits for it get devices of class {taken}"
+    return contested
 
 
-def hints_of(view: NodeView, node: Object, bound: Iterable[Object], waits: Iterable[Wait]) -> list[str]:
-    """Return a sentence for each resource and side (plugin, DRA) where more devices would let a waiting pod start."""
+def hints_of(
+    view: NodeView, node: Object, bound: Iterable[Object], waits: Iterable[Wait], taken: Mapping[str, str] = NONE
+) -> list[str]:
+    """Return a sentence for each resource and side (plugin, DRA) where more devices would let a waiting pod start.
+
+    taken: for each resource that several DeviceClasses name, the class that the scheduler uses. If this is another
+    driver's class, no move is named for pods with limits, because that class has to be deleted.
+    """
     by_side: dict[tuple[str, bool], str] = {}
     bound = list(bound)
     for resource in view.reported.resources if view.reported is not None else ():
+        own = class_name(resource, view.driver)
         room = room_of(view, resource, node, bound)
         for wait in waits:
-            wanted = wait.resources.get(resource, 0), wait.classes.get(class_name(resource, view.driver), 0)
+            if wait.resources.get(resource) and taken.get(resource, own) != own:
+                continue
+            wanted = wait.resources.get(resource, 0), wait.classes.get(own, 0)
             if (moved := moves_for(room, *wanted)) and (resource, moved > 0) not in by_side:
                 by_side[resource, moved > 0] = _hint(view, resource, room, wait.pod, max(wanted), moved)
     return list(by_side.values())

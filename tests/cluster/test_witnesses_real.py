@@ -904,6 +904,36 @@ def test_driver_is_renamed(scene: Scene, how: str) -> None:
             scene.agents.start()
 
 
+def test_driver_is_renamed_beside_pods_by_limits(scene: Scene) -> None:
+    """A driver is renamed while DRA serves three pods by limits: a new pod gets the device of the first that ends.
+
+    A kubelet restart then ends no pod.
+    """
+    if scene.cluster.minor < 35:
+        pytest.skip("1.34 leaves extended resources to DRA only where the node does not name them at all")
+    scene.nodes("a", 3)
+    scene.serve(resource("a", "all"))
+    scene.agents.wait_offered(3)
+    scene.cluster.wait_allocatable(named("a"), 0)
+    first, *others = [scene.pod(f"user-{number}", "a") for number in range(3)]
+    scene.running(first, *others)
+    scene.agents.resources[:] = [resource("a", "all", driver="renamed.example.net")]
+    scene.agents.write()
+    scene.agents._install()
+    key = scene.key(first)
+    first.delete()
+    new = scene.pod("new", "a")
+    scene.running(new, *others)
+    assert scene.key(new) == key
+    scene.cluster.restart_kubelet()
+    scene.agents.wait_registered()
+    scene.observe(6)
+    assert {one.phase for one in (new, *others)} == {"Running"}
+    for one in others:
+        one.delete()
+    scene.agents.wait_offered(3, "renamed.example.net")
+
+
 @pytest.mark.parametrize("share", ["none", "all"])
 def test_resource_and_driver_are_renamed(scene: Scene, share: str) -> None:
     """A new resource and driver list a held device under another id: no other pod gets the device while it is held."""

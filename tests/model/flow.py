@@ -276,6 +276,9 @@ class Flow(DriverHost):
     def endpoint(self, resource: str) -> None:
         """There is no servicer of another resource."""
 
+    def successor(self, resource: str) -> None:
+        """There is no other driver."""
+
     def moved(self, resource: str) -> None:
         """Write the slice."""
         self.publish()

@@ -216,6 +216,11 @@ WALKS: Final[dict[str, tuple[str, tuple[tuple[object, str, Replacement], ...], s
         (*BY_DRIVER, (rules, "prepare_refusal", _prepare_of_any_driver)),
         _TOO_MANY,
     ),
+    "Prepare: the driver, beside a pod by limits": (
+        "on to another driver",
+        (*BY_DRIVER, (rules, "prepare_refusal", _prepare_of_any_driver)),
+        _TOO_MANY,
+    ),
     "replicas stay while a device is held": (
         "other replicas by list",
         ((DeviceIds, "_times_of", _times_now),),

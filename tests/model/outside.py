@@ -29,7 +29,7 @@ from deviceplugin.testing import claim_state
 from deviceplugin.testing.claim_state import AnsweredDevice, DevicesOfClaim
 from dra_bridge.driver import Prepared
 from dra_bridge.kube import LEASES, RESOURCE_CLAIMS, ClusterError, Kind, ListedClaim, NotFoundError
-from dra_bridge.kube.forms import CLAIM, Form, Page
+from dra_bridge.kube.forms import CLAIM, FOR_LIMITS, Form, Page
 from dra_bridge.slices.desired import Pool, slice_name
 from dra_bridge.slices.publisher import PoolState
 from dra_bridge.testing.protobuf import encoded
@@ -76,7 +76,7 @@ class Entry:
 
 @dataclass(eq=False)
 class Claim:
-    """A claim. driver, name, part: of its allocation. pod: the UID of the pod that may use it.
+    """A claim. driver, name, part: of its allocation. pod: the UID of the pod that may use it. limits: for its limits.
 
     answer: the latest answer, for the pod `answered`. node: none, busy (in Prepare or Unprepare), prepared, stopped
     (the kubelet no longer knows its pod). named: the kubelet's claim state names the claim, with `pods`. hardware: the
@@ -96,6 +96,7 @@ class Claim:
     pods: set[str] = field(default_factory=set)
     answer: Prepared | None = None
     answered: str = ""
+    limits: bool = False
 
     @property
     def part(self) -> Fraction:
@@ -109,10 +110,11 @@ class Claim:
             result |= {"shareID": f"share-{self.uid}", "consumedCapacity": {naming.SHARES: "1"}}
         status: dict[str, Any] = {"reservedFor": [{"resource": "pods", "name": "p", "uid": self.pod}]}
         status["allocation"] = {"devices": {"results": [result], "config": []}}
+        metadata = {"namespace": "default", "name": self.uid, "uid": self.uid, "resourceVersion": "1"}
         return {
             "apiVersion": "resource.k8s.io/v1",
             "kind": "ResourceClaim",
-            "metadata": {"namespace": "default", "name": self.uid, "uid": self.uid, "resourceVersion": "1"},
+            "metadata": metadata | ({"annotations": {FOR_LIMITS: "true"}} if self.limits else {}),
             "status": status if self.allocated else {},
         }
 

@@ -70,6 +70,22 @@ def a_claim_of_a_former_driver_comes_late() -> None:
         walk.run_container(late)
 
 
+def a_device_goes_on_to_another_driver() -> None:
+    """While a pod by limits keeps one device of E, the other goes on to D, and a late claim of E comes for it."""
+    with walking(r=Setting(E, 1, 2)) as walk:
+        walk.claim_starts_well(E, 0, limits=True)
+        walk.scheduler_chooses(E, 1)
+        *_, late = walk.outside.claims.values()
+        walk.rename(D)
+        walk.all_goes_well_for_a_while(8)
+        assert walk.here.lines(R) == {"a": False, "b": False}
+        walk.claim_starts_well(D, 0, limits=True)
+        assert len(walk.outside.containers) == 2
+        walk.scheduler_writes()
+        walk.kubelet_prepares(1)
+        walk.run_container(late)
+
+
 def a_list_says_other_replicas_of_what_is_held() -> None:
     """Two pods share a device, and then its list says one replica; and the reverse."""
     with walking(r=Setting("", 2)) as walk:
@@ -209,6 +225,7 @@ def a_driver_goes_before_its_lost_names_are_known() -> None:
 PLANS: dict[str, Callable[[], None]] = {
     "every name": every_name_of_the_hardware_is_asked_for,
     "former driver": a_claim_of_a_former_driver_comes_late,
+    "on to another driver": a_device_goes_on_to_another_driver,
     "other replicas by list": a_list_says_other_replicas_of_what_is_held,
     "other replicas during an Allocate": a_list_says_other_replicas_during_an_allocate,
     "other replicas by reload": a_reload_says_other_replicas_of_what_is_held,

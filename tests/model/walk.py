@@ -483,14 +483,14 @@ class Walk(RuleBasedStateMachine):
 
     # Claims.
 
-    @rule(driver=st.sampled_from([D, D, E]), index=SOME)
-    def scheduler_chooses(self, driver: str = D, index: int = 0) -> None:
+    @rule(driver=st.sampled_from([D, D, E]), index=SOME, limits=st.booleans())
+    def scheduler_chooses(self, driver: str = D, index: int = 0, *, limits: bool = False) -> None:
         claims = self.outside.claims
         there = self.outside.slices[driver].there if driver in self.outside.slices else {}
         if free := [name for name in sorted(there) if free_shares(there[name], name, driver, claims.values())]:
             name, uid = free[index % len(free)], f"claim-{self.outside.number()}"
             hardware = self.outside.lists.get(there[name].key, "")
-            claims[uid] = Claim(uid, driver, name, there[name], hardware, self.outside.new_pod())
+            claims[uid] = Claim(uid, driver, name, there[name], hardware, self.outside.new_pod(), limits=limits)
 
     @precondition(lambda self: self.outside.server_up)
     @rule()
@@ -554,10 +554,10 @@ class Walk(RuleBasedStateMachine):
 
     @precondition(lambda self: self.life is not None and self.outside.server_up)
     @rule(driver=st.sampled_from([D, D, E]), index=SOME)
-    def claim_starts_well(self, driver: str = D, index: int = 0) -> None:
+    def claim_starts_well(self, driver: str = D, index: int = 0, *, limits: bool = False) -> None:
         """A claim starts, with nothing in between its steps."""
         before = set(self.outside.claims)
-        self.scheduler_chooses(driver, index)
+        self.scheduler_chooses(driver, index, limits=limits)
         self.scheduler_writes()
         for uid in self.outside.claims.keys() - before:
             if driver in self.here.drivers:

@@ -15,7 +15,9 @@ from deviceplugin.register import rules
 from deviceplugin.source import DeviceSource
 from deviceplugin.testing import FakePod
 from dra_bridge.driver import driver
+from dra_bridge.node import slice_feed
 from dra_bridge.testing.node import FakeNode
+from dra_bridge.testing.serving import device_class
 from tests.dra.agents import Listed
 from tests.dra.objects import unserved
 from tests.register.node import (
@@ -109,6 +111,70 @@ async def test_devices_leave_a_former_driver_one_by_one(node: FakeNode) -> None:
         await here.until(lambda: here.sliced(E) == held[0])
         await here.stopped(pods[1])
         await here.until(lambda: here.sliced(E) == {"d0", "d1"})
+
+
+async def by_limits(here: Here, name: str) -> FakePod:
+    """Run a pod with a limit of one device, which DRA serves."""
+    pod = here.node.start_pod(name, {A: 1})
+    await asyncio.to_thread(pod.wait_running, 15)
+    return pod
+
+
+async def test_devices_of_pods_by_limits_leave_a_former_driver_one_by_one(node: FakeNode) -> None:
+    """After a rename of the driver a device goes to the new driver while other pods have devices by limits.
+
+    The device plugin does not show the device meanwhile, since a kubelet restart would then end younger pods.
+    """
+    node.server.create(device_class(A, D))
+    async with offering(node, Listed(A, D), share="all") as here:
+        pods = [await by_limits(here, name) for name in ("p0", "p1")]
+        held = [set(node.devices_of(pod)) for pod in pods]
+        node.server.create(device_class(A, E))
+        await here.serve(Listed(A, E), share="all")
+        await here.stopped(pods[0])
+        new = await by_limits(here, "new")
+        assert set(node.devices_of(new)) == held[0]
+        assert not here.healthy()
+        await here.stopped(pods[1])
+        await here.until(lambda: here.sliced(E) == {"d0", "d1"})
+        assert new.running
+
+
+@SHARE
+async def test_what_waits_at_a_former_driver_is_reported(
+    node: FakeNode, monkeypatch: pytest.MonkeyPatch, share: str
+) -> None:
+    """The new driver's report names the claim for which a former driver's device waits.
+
+    A free device waits too if the share leaves it to the device plugin, or while an allocation names it.
+    """
+    monkeypatch.setattr(slice_feed, "HOLDERS", 0.1)
+    node.server.create(device_class(A, D))
+    async with offering(node, Listed(A, D), share="all") as here:
+        pod = await by_limits(here, "p")
+        (held,) = node.devices_of(pod)
+        (idle,) = {"d0", "d1"} - {held}
+        if share == "all":
+            claim = here.allocate("c", D, idle)
+        await here.serve(Listed(A, E), share=share)
+        here.driver = E
+        waits_for = {held: "claim default/p-", idle: "claim default/c" if share == "all" else "claim default/p-"}
+        await here.until(
+            lambda: (
+                waits_for.keys() == here.told.keys()
+                and all(here.told[name].waits.startswith(what) for name, what in waits_for.items())
+            )
+        )
+        await here.scans()
+        assert not here.sliced(E)
+        assert not here.healthy()
+        if share == "all":
+            assert await here.prepare(D, claim) == ""
+            assert await here.unprepare(D, claim) == ""
+            node.remove_claim("c")
+            await here.until(lambda: here.sliced(E) == {idle})
+        await here.stopped(pod)
+        await here.until(lambda: (here.sliced(E) if share == "all" else here.healthy()) == {"d0", "d1"})
 
 
 @SHARE

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from deviceplugin.naming import class_name
 from deviceplugin.register.records import State
 from dra_bridge.kube import Cluster
 from dra_bridge.rollout import waiting
@@ -158,7 +159,13 @@ def device_class(name: str, at: str, resource: str | None = R) -> dict[str, Any]
 def test_classes_that_name_one_extended_resource(classes: list[dict[str, Any]], said: list[str]) -> None:
     """If several DeviceClasses name a resource, the newest is used; at equal age, the first by name."""
     names = ", ".join(sorted(one["metadata"]["name"] for one in classes))
-    assert contested_names([R, R], classes) == [
-        f"DeviceClasses {names} all name the extended resource {R}: pods with limits for it get devices of class {one}"
-        for one in said
-    ]
+    text = f"DeviceClasses {names} all name the extended resource {R}: pods with limits for it get devices of class "
+    assert [*contested_names([R, R], classes).items()] == [(R, (one, text + one)) for one in said]
+
+
+@pytest.mark.parametrize("taken", [{}, {R: class_name(R, D)}, {R: "former"}])
+def test_no_move_is_named_while_pods_get_devices_of_another_class(taken: dict[str, str]) -> None:
+    """If a former driver's DeviceClass is the one that is used, it has to be deleted: no move is named."""
+    waits = [waiting.wait_of(pod("waits", 1), ())]
+    found = waiting.hints_of(view(c=State.DRA), node(0), [], waits, taken)
+    assert bool(found) is (taken != {R: "former"})
