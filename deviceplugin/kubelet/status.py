@@ -82,7 +82,8 @@ class AgentStatus:
     kubelet_silent: the time since which the kubelet has answered no PodResources call (Unix seconds). blind: messages
     about pods whose cgroups are not visible, with the options to set. unknown: for each kind of evidence, how often
     the evidence did not show whether a holder had ended. unwatched: for each cause, the directories without file
-    events. cgroup_root: the mount point of the node's cgroup file system.
+    events. cgroup_root: the mount point of the node's cgroup file system. unserved: for each device that pods still
+    have from a resource that is not served any more, the containers.
     """
 
     resources: tuple[ResourceStatus, ...]
@@ -97,6 +98,7 @@ class AgentStatus:
     unknown: Mapping[EvidenceSource, int] = field(default_factory=dict)
     unwatched: tuple[Unwatched, ...] = ()
     cgroup_root: Path | None = None
+    unserved: Mapping[DeviceKey, frozenset[PodContainer]] = field(default_factory=dict)
 
 
 def unready(status: AgentStatus) -> Iterable[str]:

@@ -33,7 +33,7 @@ from deviceplugin.metrics import web
 from deviceplugin.metrics.credentials import Certificate, Token
 from deviceplugin.metrics.load import QUANTITIES
 from deviceplugin.metrics.report import DEFAULT_LOCATION
-from deviceplugin.metrics.views import AgentView, ObservedAgent, Observer, ResourceView
+from deviceplugin.metrics.views import AgentView, DeviceHolder, ObservedAgent, Observer, ResourceView
 from deviceplugin.register.records import State
 from deviceplugin.unwatched import UnwatchedCause
 from deviceplugin.version import VERSION
@@ -199,6 +199,10 @@ class AgentCollector:
         for resource in view.resources:
             _devices(resource, view.holders_known, add)
             _service(resource, add)
+        for (name, device), holders in view.unserved.items():
+            _holders(name, device, holders, view.holders_known, add)
+        for name, number in Counter(name for name, _ in view.unserved).items():
+            add("devices_gone", (name,), number)
         none = {(resource.name, "grant"): 0 for resource in view.resources}
         for key, count in sorted((none | looks.timeouts.copy()).items()):
             add("look_timeouts", key, count)
@@ -228,13 +232,7 @@ def _devices(resource: ResourceView, holders_known: bool, add: Callable[..., Non
             for state in State:
                 add("device_state", (name, device, state.value), state is location.state)
             add("device_state_since_timestamp_seconds", (name, device), location.since)
-        rows = dict.fromkeys(
-            (holder.side, holder.namespace, holder.pod, holder.container, holder.claim) for holder in seen.holders
-        )
-        for row in rows:
-            add("allocation", (name, device, *row), {})
-        if holders_known:
-            add("device_holders", (name, device), len(seen.holders))
+        _holders(name, device, seen.holders, holders_known, add)
         add("device_held_twice", (name, device), device in resource.status.held_twice)
     for key, number in sorted(counts.items()):
         add("devices", (name, *key), number)
@@ -244,6 +242,16 @@ def _devices(resource: ResourceView, holders_known: bool, add: Callable[..., Non
         add("devices_withheld", (name, kind), withheld[kind])
     if resource.measured is not None:
         add("measured", (name,), resource.measured.reading is not None)
+
+
+def _holders(
+    name: str, device: str, holders: Sequence[DeviceHolder], holders_known: bool, add: Callable[..., None]
+) -> None:
+    """Add the metrics of one device's holders. name: the resource."""
+    for row in dict.fromkeys((one.side, one.namespace, one.pod, one.container, one.claim) for one in holders):
+        add("allocation", (name, device, *row), {})
+    if holders_known:
+        add("device_holders", (name, device), len(holders))
 
 
 def _service(resource: ResourceView, add: Callable[..., None]) -> None:

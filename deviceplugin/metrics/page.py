@@ -40,6 +40,10 @@ def status(view: AgentView) -> bytes:
         "holdersKnown": view.holders_known,
         "doubleAllocations": view.double_allocations,
         "resources": [_resource(resource) for resource in view.resources],
+        "unserved": [
+            {"resource": resource, "id": device, "holders": holders}
+            for (resource, device), holders in view.unserved.items()
+        ],
         "events": [
             {"at": iso(event.at), "resource": event.resource, "text": event.text, "bad": event.bad}
             for event in view.events
@@ -125,6 +129,7 @@ def html(view: AgentView) -> bytes:
         *_problems(view),
         *_attention(view),
         *(_section(resource, view) for resource in view.resources),
+        *(_unserved(resource, view.unserved) for resource in dict.fromkeys(name for name, _ in view.unserved)),
         _events(view.events),
     ]
     at = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(view.at))
@@ -259,6 +264,17 @@ def _unlisted(resource: ResourceView) -> str:
     return f"<ul>{''.join(map(line, resource.unlisted))}</ul>" if resource.unlisted else ""
 
 
+def _unserved(resource: str, held: Mapping[tuple[str, str], Sequence[DeviceHolder]]) -> str:
+    """Return the HTML of a resource that is not served any more, with its devices that still have holders."""
+    lines = [
+        f"<li>{escape(device)} {_holder_list(resource, device, holders)}</li>"
+        for (of, device), holders in held.items()
+        if of == resource
+    ]
+    title = f"<h2>{_name(resource)}</h2>{_span('warn', 'not served any more')}"
+    return f"<section><div>{title}</div>\n<ul>{''.join(lines)}</ul></section>"
+
+
 def _table(head: str, rows: Sequence[str]) -> str:
     body = "\n".join(rows)
     return f"<table><thead><tr>{head}</tr></thead><tbody>\n{body}\n</tbody></table>" if rows else ""
@@ -308,7 +324,8 @@ def _cell(label: str, content: str, kind: str = "") -> str:
 
 def _holders(resource: str, seen: DeviceView, view: AgentView) -> str:
     if not seen.holders:
-        return _span("dim", "free" if view.holders_known else "not known")
+        free = "withheld" if seen.withheld else "free"
+        return _span("dim", free if view.holders_known else "not known")
     return _holder_list(resource, seen.device.id, seen.holders)
 
 

@@ -146,7 +146,8 @@ class AgentView:
     make the agent unready. holders_known: whether the kubelet's checkpoint was read recently. kubelet_answers: whether
     the kubelet responded to the last call of its PodResources API. providers: for each provider that returned a report
     (by name), the report. silent: for each provider that returned no report (by name), the reason. unknown: for each
-    kind of evidence, how often the evidence did not show whether a holder had ended.
+    kind of evidence, how often the evidence did not show whether a holder had ended. unserved: for each (resource,
+    device id) that pods or claims still have from a resource that is not served any more, the holders.
     """
 
     at: float
@@ -163,6 +164,7 @@ class AgentView:
     config_error: str = ""
     unknown: Mapping[str, int] = field(default_factory=dict)
     unwatched: tuple[Unwatched, ...] = ()
+    unserved: _Holders = field(default_factory=dict)
 
 
 def unanswered(status: AgentStatus, now: float) -> Iterable[str]:
@@ -356,6 +358,7 @@ class Observer:
         holders_known = status.scanned_at is not None and time.monotonic() - status.scanned_at < HOLDERS_STALE
         holders, admins = self._holders(status, reports, known=holders_known)
         locations = {key: location for report in reports.values() for key, location in report.locations.items()}
+        served = {resource.resource for resource in status.resources}
         shares = {resource: share for report in reports.values() for resource, share in report.shares.items()}
         return AgentView(
             time.time(),
@@ -391,6 +394,7 @@ class Observer:
             status.config_error,
             {source.value: status.unknown.get(source, 0) for source in EvidenceSource},
             status.unwatched,
+            {key: those for key, those in sorted(holders.items()) if key[0] not in served},
         )
 
     def _resource(
@@ -451,6 +455,8 @@ class Observer:
                     device = service.endpoint.ids.device_id_of(kubelet_id)
                 for place in resource.elsewhere.get(kubelet_id, ((resource.resource, device),)):
                     held[place].update(map(_plugin_holder, holders))
+        for place, containers in status.unserved.items() if known else ():
+            held[place].update(map(_plugin_holder, containers))
         if known and status.claims:
             published = self._published_names(reports)
             for use in status.claims:

@@ -95,8 +95,9 @@ class Agent:
 
     def status(self) -> AgentStatus:
         """Return the agent's present status, without blocking. Any thread may call this method."""
+        resources = tuple(service.status() for service in list(self.services.values()))
         return AgentStatus(
-            tuple(service.status() for service in list(self.services.values())),
+            resources,
             self.scanner.log.double_allocations,
             self.tracker.claim_uses,
             self.tracker.read_at,
@@ -108,6 +109,7 @@ class Agent:
             dict(self.tracker.unknown),
             self._watcher.unwatched() if self._watcher is not None else (),
             self.paths.cgroup_root,
+            self.evidence.unserved_holders({resource.resource for resource in resources}),
         )
 
     async def run(self) -> None:

@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 
 from deviceplugin.adoption.source import AdoptedSource
 from deviceplugin.exclusion import NO_TOKENS, DeviceKey, titled
-from deviceplugin.kubelet.checkpoint import DeviceLists
+from deviceplugin.kubelet.checkpoint import DeviceLists, ours
 from deviceplugin.kubelet.orphaned_claims import OrphanedClaims
 from deviceplugin.kubelet.paths import Paths
+from deviceplugin.kubelet.podresources import PodContainer
 from deviceplugin.kubelet.tracker import HolderTracker
 from deviceplugin.looks import TIMEOUT, LookTimeoutError
 from deviceplugin.node.claim_side import ClaimSide
@@ -116,6 +117,27 @@ class NodeEvidence(RegisterHost):
                         title = f"{use.title}, as {titled(use.key)}" if use.key is not None else use.title
                         uses.append(Use(use.unit, title, (resource, name), NO_TOKENS, None))
         return uses
+
+    def unserved_holders(self, served: Collection[str]) -> Mapping[DeviceKey, frozenset[PodContainer]]:
+        """Return the devices that pods have from resources that this process served formerly, each with its containers.
+
+        Any thread may call this method. served: the resources that are served now. A process without a ledger loses
+        its records at its end. So it takes the devices from the checkpoint, unless the kubelet counts devices of the
+        resource as healthy, so that another process serves the resource.
+        """
+        now, records = self.tracker.snapshot, self.register.snapshot.allocations
+        held: dict[DeviceKey, frozenset[PodContainer]] = {}
+        for resource in {allocation.resource for allocation in now.held if allocation.resource not in served}:
+            by_others = self._serves_claims or now.registered is None or bool(now.registered.get(resource))
+            for device_id, containers in self.tracker.holders(resource).items():
+                if (record := records.get((resource, device_id))) is not None:
+                    devices = {record.device}
+                else:
+                    grants = map(self.tracker.granted, () if by_others else now.of(resource).get(device_id, ()))
+                    devices = {grant.key[1] for grant in grants if grant is not None and ours(grant)}
+                for device in devices:
+                    held[resource, device] = held.get((resource, device), frozenset()) | containers
+        return held
 
     async def reread(self, *, checkpoint: bool = True) -> None:
         """Read the files of other agents and drivers, and the kubelet's checkpoint, again if they have changed.

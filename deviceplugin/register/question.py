@@ -388,7 +388,9 @@ def _excluded(use: Use, other: Use, common: Collection[Point]) -> str:
         return f"{_titled(other)}: {other.title}"
     if other.key == use.key:
         return other.title if other.unit[0] in _NO_HOLDERS else f"{_titled(use)} is held by {other.title}"
-    text = f"{_titled(use)} and {_titled(other)}, which counts as held, are the same hardware ({shown(tokens)})"
+    named = other.key is not None and other.title and other.unit[0] not in _NO_HOLDERS
+    held = f"held by {other.title}" if named else "held"
+    text = f"{_titled(use)} and {_titled(other)}, which counts as {held}, are the same hardware ({shown(tokens)})"
     parts = use.tokens - other.tokens and other.tokens - use.tokens
     if parts and use.key is not None and other.key is not None and use.key[0] != other.key[0]:
         text += "; if one pod needs both, which share a node, put them into one resource"

@@ -76,6 +76,16 @@ class Gpus(DeviceSource):
         return self.measured(devices)
 
 
+class Chips(DeviceSource):
+    """Two devices, which are the same hardware under each name of the resource."""
+
+    def __init__(self, name: str = RESOURCE) -> None:
+        self.resource = name
+
+    async def watch(self) -> AsyncIterator[Sequence[Device]]:
+        yield [Device(name, identity=f"uuid:{name}") for name in ("c0", "c1")]
+
+
 class Seen:
     """An agent's server, and its answers."""
 
@@ -296,6 +306,41 @@ class TestRunningAgent:
         pod.delete()
         seen.wait(lambda: not seen.holders())
         assert seen.value("kubelet_double_allocations_total") == 0
+
+    @pytest.mark.parametrize("way", ["reload", "restart"])
+    def test_holders_by_a_former_resource_stay_visible(
+        self, fake_kubelet: FakeKubelet, served: Callable[..., Served], loop: Loop, way: str
+    ) -> None:
+        """A resource is renamed while a pod has its device: metrics and /status name the pod until it ends."""
+        before, other = served(Chips(), report_holders=True, period=0.1), "example.com/chip"
+        fake_kubelet.wait_allocatable(RESOURCE, 2)
+        pod = fake_kubelet.run_pod("train", {RESOURCE: 1}, namespace="team")
+        (device,) = pod.device_ids
+        if way == "restart":
+            before.stop()
+            agent = served(Chips(other), report_holders=True, period=0.1).agent
+        else:
+            agent = before.agent
+            assert agent.loop is not None
+            asyncio.run_coroutine_threadsafe(agent.reconfigure({other: Chips(other)}), agent.loop).result(10)
+        fake_kubelet.wait_allocatable(other, 1)
+        assert agent.loop is not None
+        seen = loop.serving(agent, MetricsConfig(), agent.loop)
+        named = {"resource": RESOURCE, "device": device}
+        seen.wait(lambda: seen.value("allocation_info", **named, pod="train", namespace="team", side="plugin") == 1)
+        assert seen.value("device_holders", **named) == 1
+        assert seen.value("devices_gone", resource=RESOURCE) == 1
+        said = json.loads(seen.get("/status")[1])
+        (holding,) = said["unserved"]
+        assert (holding["resource"], holding["id"]) == (RESOURCE, device)
+        assert [one["pod"] for one in holding["holders"]] == ["train"]
+        withheld = {one["id"]: one["withheld"] for one in said["resources"][0]["devices"]}
+        assert f"{device} of {RESOURCE}, which counts as held by pod team/train," in withheld[device]
+        pod.delete()
+        seen.wait(lambda: not seen.holders())
+        assert seen.value("devices_gone", resource=RESOURCE) is None
+        assert json.loads(seen.get("/status")[1])["unserved"] == []
+        fake_kubelet.wait_allocatable(other, 2)
 
     def test_load_is_measured_in_the_background(self, watched: Callable[..., tuple[FakeKubelet, Seen]]) -> None:
         """A measured quantity is a metric; one that is not measured is absent, not 0."""

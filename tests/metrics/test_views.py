@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ import pytest
 from deviceplugin.device import Device, Health
 from deviceplugin.inventory import merged
 from deviceplugin.kubelet.podresources import ClaimUse, PodContainer
-from deviceplugin.kubelet.status import ResourceStatus, VendorConnection
+from deviceplugin.kubelet.status import ResourceStatus, VendorConnection, Withheld
 from deviceplugin.metrics import page, views
 from deviceplugin.metrics.report import ClaimedDevice, DeviceLocation, Event, ProviderReport
 from deviceplugin.metrics.views import HOLDERS_STALE, UNANSWERED, AgentView, DeviceHolder, events_between
@@ -156,6 +157,28 @@ class TestHolders:
         view = still.observer().view()
         assert [one.text for one in holders(view, "a")] == ["team/train (main)"]
         assert holders(view, "b") == []
+
+    def test_holders_by_a_former_resource_are_shown(self) -> None:
+        """Pods and claims that have devices of a resource that is not served any more are shown with it."""
+        still, former = Still(resource("a", "b")), "example.com/former"
+        one = resource("a", "b")
+        still.resources = [replace(one, withheld={"b": Withheld("excluded", "it is held by another name")})]
+        still.unserved = {(former, "x"): frozenset({MAIN})}
+        claims = [ClaimedDevice(former, "y", "team", "mine"), ClaimedDevice(RESOURCE, "a", "team", "own")]
+        still.providers.append(Telling(lambda: ProviderReport(claims=claims)))
+        view = still.observer().view()
+        held = {key: [one.text for one in those] for key, those in view.unserved.items()}
+        assert held == {(former, "x"): ["team/train (main)"], (former, "y"): ["claim team/mine"]}
+        rows = json.loads(page.status(view))["unserved"]
+        assert [(row["resource"], row["id"], row["holders"][0]["claim"]) for row in rows] == [
+            (former, "x", ""),
+            (former, "y", "mine"),
+        ]
+        text = " ".join(re.sub("<[^>]*>", " ", page.html(view).decode().replace("<wbr>", "")).split())
+        assert f"{former} not served any more x team/train (main) y claim team/mine" in text
+        assert "b healthy device plugin withheld: it is held by another name withheld" in text
+        still.scanned_at = None
+        assert still.observer().view().unserved.keys() == {(former, "y")}
 
 
 class TestReadiness:

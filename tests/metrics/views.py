@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 from deviceplugin.device import Device
+from deviceplugin.exclusion import DeviceKey
 from deviceplugin.inventory import InventorySnapshot, merged
 from deviceplugin.kubelet.podresources import ClaimUse, PodContainer
 from deviceplugin.kubelet.registration import RegistrationStatistics
@@ -83,6 +84,7 @@ class Still:
         self.kubelet_answers: bool | None = True
         self.kubelet_silent: float | None = None
         self.unwatched: tuple[Unwatched, ...] = ()
+        self.unserved: Mapping[DeviceKey, frozenset[PodContainer]] = {}
         self.providers: list[Provider] = []
         self.sources: dict[str, DeviceSource] = {}
 
@@ -96,6 +98,7 @@ class Still:
             kubelet_answers=self.kubelet_answers,
             kubelet_silent=self.kubelet_silent,
             unwatched=self.unwatched,
+            unserved=self.unserved,
         )
 
     @property

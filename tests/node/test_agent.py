@@ -26,12 +26,13 @@ import pytest
 from deviceplugin.config import OPEN, Config, ConfigError, Lock, load
 from deviceplugin.device import ContainerEdits, Device, Health
 from deviceplugin.exclusion import DeviceConflictError
-from deviceplugin.identity import boot_id, identified
+from deviceplugin.identity import UNIDENTIFIED, boot_id, identified
 from deviceplugin.kubelet import allocation_wait, tracker
 from deviceplugin.kubelet.checkpoint import annotate
 from deviceplugin.kubelet.device_list import Stream
 from deviceplugin.kubelet.holders import HolderSnapshot, HoldReason
 from deviceplugin.kubelet.paths import Paths
+from deviceplugin.kubelet.podresources import PodContainer
 from deviceplugin.kubelet.status import unready
 from deviceplugin.node import following, scanning
 from deviceplugin.node import process as process_module
@@ -545,7 +546,7 @@ async def test_what_a_pod_has_counts_before_its_resource_is_compared(tmp_path: P
     (paths.plugins / written.FILE_NAME).write_bytes(written.Checkpoint([entry]).to_json())
     await agent.tracker.start()
     await agent.scanner.observe(agent.tracker.snapshot, 0)
-    refused = f"b of {other} and a of {R}, which counts as held, are the same hardware"
+    refused = f"b of {other} and a of {R}, which counts as held by pod u1, are the same hardware"
     with pytest.raises(DeviceConflictError, match=refused):
         await agent.register.grant(other, {"b": "b"})
     service = Service(Named("a", lambda: None), agent.supervisor.context)
@@ -560,6 +561,22 @@ async def test_what_a_pod_has_counts_before_its_resource_is_compared(tmp_path: P
     (paths.plugins / written.FILE_NAME).write_bytes(written.Checkpoint([]).to_json())
     await taken(agent, scan(1.0))
     await agent.register.grant(other, {"b": "b"})
+
+
+@pytest.mark.parametrize("healthy", [True, False])
+async def test_a_holder_is_shown_by_the_process_that_serves_its_resource(tmp_path: Path, *, healthy: bool) -> None:
+    """A pod has a device of a resource that another process serves (healthy) or that no process serves any more."""
+    paths, container = Paths(tmp_path), pb.ContainerAllocateResponse()
+    agent = Agent([Named("b", lambda: None, "example.com/b")], paths)
+    annotate(container, R, {"a::0": Wanted((R, "a"), UNIDENTIFIED, WHOLE)}, boot_id(), 0.0)
+    ours = written.PodDevicesEntry("u1", "main", R, {-1: ["a::0"]}, container.SerializeToString())
+    foreign = written.PodDevicesEntry("u1", "main", "example.com/foreign", {-1: ["f"]}, b"")
+    paths.plugins.mkdir(parents=True)
+    checkpoint = written.Checkpoint([ours, foreign], {R: ["a::0"] if healthy else [], "example.com/foreign": []})
+    (paths.plugins / written.FILE_NAME).write_bytes(checkpoint.to_json())
+    await agent.tracker.start()
+    held = {(R, "a"): frozenset({PodContainer("", "", "main", "u1")})}
+    assert agent.status().unserved == ({} if healthy else held)
 
 
 def test_device_that_two_pods_hold_is_said_and_counted_once(

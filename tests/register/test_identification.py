@@ -114,7 +114,7 @@ def test_containers_whose_sticks_have_swapped_start_one_after_the_other() -> Non
     """Two held devices have swapped numbers: one container starts only after the other has started with its own."""
     now = state(held("A", at(1, "A", "1-1")), held("B", at(2, "B", "1-2")))
     why, now = start(now, A=at(2, "A", "1-1"))
-    assert why == f"A of {R} and B of {R}, which counts as held, are the same hardware (char 188:2)"
+    assert why == f"A of {R} and B of {R}, which counts as held by pod ml/B, are the same hardware (char 188:2)"
     why, now = start(now, B=at(1, "B", "1-2"))
     assert why == ""
     why, now = start(now, A=at(2, "A", "1-1"))
@@ -133,7 +133,7 @@ def test_shared_sticks_that_have_swapped_are_not_shared_with_each_others_holders
     halves = (held("A", at(1, "A", "1-1")), held("B", at(2, "B", "1-2")))
     now = state(*(replace(each, amount=Amount("1/2")) for each in halves))
     why, now = start(now, A=at(2, "A", "1-1"))
-    assert why == f"A of {R} and B of {R}, which counts as held, are the same hardware (char 188:2)"
+    assert why == f"A of {R} and B of {R}, which counts as held by pod ml/B, are the same hardware (char 188:2)"
     why, now = start(now, B=at(1, "B", "1-2"))
     assert why == ""
 
