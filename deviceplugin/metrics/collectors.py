@@ -234,6 +234,9 @@ def _devices(resource: ResourceView, holders_known: bool, add: Callable[..., Non
             add("device_state_since_timestamp_seconds", (name, device), location.since)
         _holders(name, device, seen.holders, holders_known, add)
         add("device_held_twice", (name, device), device in resource.status.held_twice)
+    for unlisted in resource.unlisted:
+        if unlisted.holders:
+            _holders(name, unlisted.id, unlisted.holders, holders_known, add)
     for key, number in sorted(counts.items()):
         add("devices", (name, *key), number)
     add("devices_gone", (name,), len(resource.status.snapshot.gone))

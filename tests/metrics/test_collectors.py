@@ -556,6 +556,16 @@ class TestCollector:
         )
         assert len(samples(view, "deviceplugin_allocation_info")) == 1
 
+    def test_holders_of_devices_that_are_not_listed_are_shown(self) -> None:
+        """A pod or claim that has a device which the source does not list, for example after a restart, is a series."""
+        still = Still(resource("b", held={"a": [PodContainer("team", "train", "main")]}))
+        still.providers.append(Bridge())
+        view = still.observer().view()
+        labels = [one.labels for one in samples(view, "deviceplugin_allocation_info")]
+        assert {(one["device"], one["pod"], one["claim"]) for one in labels} == {("a", "train", ""), ("a", "", "mine")}
+        counts = {one.labels["device"]: one.value for one in samples(view, "deviceplugin_device_holders")}
+        assert counts == {"a": 2, "b": 0}
+
     def test_holders_are_absent_when_they_are_unknown(self, loop: Loop) -> None:
         """Without the kubelet's checkpoint there are no holder counts, rather than 0."""
         still = Still(resource("a", held={"a": [PodContainer("n", "p", "c")]}))
