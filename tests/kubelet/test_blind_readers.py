@@ -1,6 +1,6 @@
-"""What each reader of evidence answers where it does not see this node's pods: the table of docs/architecture.md.
+"""Whether a device counts as held if the agent cannot see this node's pods: the table of docs/architecture.md.
 
-The pod of each test was granted a device, was deleted by force, and hangs: its process runs, its directory is there.
+In most tests a pod that has a device was deleted by force and hangs: its process runs, and its directory exists.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tests.kubelet import test_orphaned_claims as claims
 UID, OTHER, THIRD = "uid-held", "uid-other", "uid-third"
 HELD = Allocation(UID, "main", "example.com/r", "a")
 NOW = CheckpointVersion(frozenset(), {"example.com/r": frozenset({"a"})})
-"""A checkpoint that the kubelet wrote on request, after it had dropped the pod."""
+"""A checkpoint that the kubelet wrote at the agent's request, after it had removed the entry of the deleted pod."""
 
 
 class BlindNode:
@@ -59,14 +59,14 @@ class BlindNode:
             (self.root / "pods" / uid).mkdir()
 
     def tree(self, name: str) -> CgroupTree:
-        """Make another tree, at which the agent looks from then on."""
+        """Make another cgroup tree; from now on the agent reads this tree."""
         made = CgroupTree(self.home / name)
         made.create()
         self.looks_at = made.root
         return made
 
     def live(self) -> PodReader:
-        """Have the agent read while the pod runs, as a scan that requests a checkpoint does."""
+        """Have the agent read cgroups and pod directories while the pod runs; return the agent's reader."""
         reader = PodReader(self.agent_root, self.looks_at, believe_checkpoint=self.believes_checkpoint)
         before = reader.read({UID})
         after = reader.read({UID})
@@ -97,32 +97,32 @@ Arrange = Callable[[BlindNode], "Callable[[], None] | None"]
 
 
 def right(node: BlindNode) -> None:
-    """Everything is visible."""
+    """The agent sees the cgroups of all pods."""
 
 
 def wrong(node: BlindNode) -> None:
-    """There is no `kubepods`, or it is not mounted."""
+    """The agent's cgroup tree has no `kubepods` directory, for example because the host's tree is not mounted."""
     node.looks_at = node.home / "elsewhere"
     node.looks_at.mkdir()
 
 
 def empty(node: BlindNode) -> None:
-    """An empty `kubepods` was left by a kubelet with `cgroupsPerQOS: true`."""
+    """The agent sees only an empty `kubepods`, which a kubelet with `cgroupsPerQOS: true` has left."""
     node.tree("left")
 
 
 def old(node: BlindNode) -> None:
-    """Pods from before a change of the kubelet's settings still run in the former tree."""
+    """The agent sees a former tree, in which pods from before a change of the kubelet's settings still run."""
     node.add(OTHER, node.tree("former"))
 
 
 def second(node: BlindNode) -> None:
-    """The tree has the pods of another kubelet or runtime."""
+    """The agent sees a tree with the pods of another kubelet or runtime."""
     node.add(OTHER, node.tree("theirs"), directory=False)
 
 
 def covered(node: BlindNode) -> Callable[[], None]:
-    """A mount with an empty `kubepods` covers the tree after the pod was seen."""
+    """After the agent has seen the pod, a mount with an empty `kubepods` covers the cgroup tree."""
 
     def cover() -> None:
         node.real.root.rename(node.home / "below")
@@ -133,7 +133,7 @@ def covered(node: BlindNode) -> Callable[[], None]:
 
 
 def namespace(node: BlindNode) -> None:
-    """The agent has a cgroup namespace of its own, so its root is its own cgroup."""
+    """The agent has a cgroup namespace of its own, so the root of its cgroup tree is its own cgroup."""
     node.looks_at = node.home / "own"
     (node.looks_at / "init.scope").mkdir(parents=True)
     (node.looks_at / "cgroup.controllers").touch()
@@ -163,13 +163,13 @@ def in_cgroups(node: BlindNode, situation: Arrange) -> PodReader:
 
 @pytest.mark.parametrize("situation", SITUATIONS)
 def test_cgroups(node: BlindNode, situation: Arrange) -> None:
-    """A hanging pod holds its device. Without a view of its cgroup, only the end of its directory frees the device."""
+    """A hanging pod holds its device. If its cgroup is not visible, only the end of its directory frees the device."""
     reader = in_cgroups(node, situation)
     assert answer(reader.read()) == "held"
     if situation is covered:
         node.real.root = node.home / "below"
     node.end()
-    # If the pod's cgroup is visible, its end frees the device at once; else the deletion of the pod does.
+    # If the pod's cgroup is visible, the end of the cgroup frees the device at once; else the pod's deletion does.
     seen = situation in (right, hidepid)
     look = reader.read()
     assert answer(look) == ("free" if seen else "held")
@@ -182,7 +182,7 @@ def test_cgroups(node: BlindNode, situation: Arrange) -> None:
 
 @pytest.mark.parametrize("situation", SITUATIONS)
 def test_cgroups_with_a_plugin_alone(node: BlindNode, situation: Arrange) -> None:
-    """A plugin alone: pods seen before stay held; for pods never seen the checkpoint decides, and a problem says so."""
+    """Without DRA, a pod whose cgroup was seen holds its device; else the checkpoint decides, and a problem says so."""
     node.believes_checkpoint = True
     reader = in_cgroups(node, situation)
     look = reader.read()
@@ -197,7 +197,7 @@ def test_cgroups_with_a_plugin_alone(node: BlindNode, situation: Arrange) -> Non
 
 @pytest.mark.parametrize("situation", SITUATIONS)
 def test_cgroups_after_a_restart_of_the_agent(node: BlindNode, situation: Arrange) -> None:
-    """A restarted agent knows from the register where a pod was seen, or that it was hidden, and decides as before."""
+    """A restarted agent knows from the register whether it has seen the pod's cgroup, and decides as before."""
     before = in_cgroups(node, situation)
     record = before.shown.of({UID})
     after = PodReader(node.root, node.looks_at, believe_checkpoint=False)
@@ -211,7 +211,7 @@ def test_cgroups_after_a_restart_of_the_agent(node: BlindNode, situation: Arrang
 
 @pytest.mark.parametrize("others", [True, False])
 def test_a_pod_that_was_never_seen(node: BlindNode, others: bool) -> None:
-    """A pod never seen counts as ended if other pods of this kubelet are visible, else once its directory is gone."""
+    """A pod whose cgroup was never seen counts as ended if other pods' cgroups are visible, else by its directory."""
     if others:
         node.add(OTHER)
     (node.root / "pods" / UID).mkdir()  # the pod ran for 0.2 s, and its directory is left
@@ -224,7 +224,7 @@ def test_a_pod_that_was_never_seen(node: BlindNode, others: bool) -> None:
 
 
 def test_a_pod_that_was_hidden_makes_all_others_unknown(node: BlindNode) -> None:
-    """If one running pod is not in the tree, no pod counts as ended unless it was seen in the tree itself."""
+    """If a running pod is not in the cgroup tree, other pods count as ended only if they were seen in that tree."""
     former = node.tree("former")
     node.add(OTHER, former)
     node.add(UID)
@@ -237,7 +237,7 @@ def test_a_pod_that_was_hidden_makes_all_others_unknown(node: BlindNode) -> None
 
 @pytest.mark.parametrize("restart", [False, True])
 def test_a_pod_that_was_hidden_stays_so(node: BlindNode, *, restart: bool) -> None:
-    """A hidden pod gets an empty cgroup in the visible tree later: it stays held until it is deleted."""
+    """A pod that the agent could not see gets an empty cgroup that it can see: the device stays held until deletion."""
     node.add(OTHER, shown := node.tree("shown"), directory=False)
     node.add(UID)
     reader = node.live()
@@ -254,7 +254,7 @@ def test_a_pod_that_was_hidden_stays_so(node: BlindNode, *, restart: bool) -> No
 
 
 def test_a_pods_own_cgroup_that_is_covered(node: BlindNode) -> None:
-    """An empty directory in place of a pod's cgroup does not show that the pod has ended: it stays held."""
+    """An empty directory in place of a pod's cgroup does not prove the pod's end: the pod still holds its device."""
     node.add(UID)
     reader = node.live()
     (path,) = reader.read().paths[UID]
@@ -265,28 +265,28 @@ def test_a_pods_own_cgroup_that_is_covered(node: BlindNode) -> None:
 
 
 def root_right(node: BlindNode) -> None:
-    """The directory has the pods of this kubelet."""
+    """The kubelet's root that the agent sees has the directories of this kubelet's pods."""
 
 
 def root_wrong(node: BlindNode) -> None:
-    """The kubelet's root is not mounted, or is another one."""
+    """The kubelet's root does not exist where the agent looks for it."""
     node.agent_root = node.home / "none"
 
 
 def root_empty(node: BlindNode) -> None:
-    """The directory has no pods."""
+    """The kubelet's root that the agent sees has an empty `pods` directory."""
     node.agent_root = node.home / "empty"
     (node.agent_root / "pods").mkdir(parents=True)
 
 
 def root_of_others(node: BlindNode) -> None:
-    """The root of another kubelet, or the former root from before a change of `--root-dir`."""
+    """The agent sees the root of another kubelet, or the root that the kubelet had before a change of `--root-dir`."""
     node.agent_root = node.home / "other"
     (node.agent_root / "pods" / OTHER).mkdir(parents=True)
 
 
 def root_covered(node: BlindNode) -> Callable[[], None]:
-    """After the pod's directory was seen, an empty `pods` directory covers the kubelet's, as a mount would."""
+    """After the agent has seen the pod's directory, an empty `pods` directory covers that of the kubelet."""
 
     def cover() -> None:
         (node.root / "pods").rename(node.root / "below")
@@ -297,7 +297,7 @@ def root_covered(node: BlindNode) -> Callable[[], None]:
 
 @pytest.mark.parametrize("situation", [root_right, root_wrong, root_empty, root_of_others, root_covered])
 def test_pod_directories(node: BlindNode, situation: Arrange) -> None:
-    """Without cgroups a pod's directory decides; if the root shows no pod of this kubelet, the device stays held."""
+    """Without cgroups the end of a pod's directory frees the device, if the agent sees this kubelet's directories."""
     wrong(node)
     later = situation(node)
     node.add(UID)
@@ -327,7 +327,7 @@ NOBODY = b'{"Data": {"PodDeviceEntries": [], "RegisteredDevices": {}}, "Checksum
     ],
 )
 async def test_checkpoint(tmp_path: Path, text: bytes | None) -> None:
-    """A checkpoint that was not written on request proves nothing: the device is held, whatever cgroups show."""
+    """A checkpoint that was not written at the agent's request proves nothing: the device counts as held."""
     if text is not None:
         (tmp_path / FILE_NAME).write_bytes(text)
     lists: Any = SimpleNamespace(resend=lambda: True, adopted=lambda resource: False)
@@ -341,7 +341,7 @@ async def test_checkpoint(tmp_path: Path, text: bytes | None) -> None:
 
 @pytest.mark.parametrize("situation", ["wrong place", "empty", "old", "another agent's"])
 def test_copies_of_allocations(tmp_path: Path, situation: str) -> None:
-    """Copies of allocations add holders only: an allocation that is missing in them is still held."""
+    """An allocation counts as held even if other agents' copies of the allocations do not name it."""
     directory = Path(copies_in(str(tmp_path)))
     if situation != "wrong place":
         directory.mkdir(parents=True)
@@ -358,7 +358,7 @@ def test_copies_of_allocations(tmp_path: Path, situation: str) -> None:
 @pytest.mark.parametrize("situation", ["wrong place", "empty", "old", "another kubelet's"])
 @pytest.mark.parametrize("visible", [True, False])
 def test_claim_state(tmp_path: Path, situation: str, visible: bool) -> None:
-    """A claim that the claim state does not name is held while its processes may run, or if the state is unreadable."""
+    """A claim missing from the claim state holds its device while its pods may run, or if the state is unreadable."""
     claims.file(tmp_path, "a")
     if situation == "empty":
         (tmp_path / CLAIM_STATE).write_bytes(b"")
@@ -375,7 +375,7 @@ def test_claim_state(tmp_path: Path, situation: str, visible: bool) -> None:
 
 @pytest.mark.parametrize("situation", ["wrong place", "empty", "another's"])
 def test_claim_files(tmp_path: Path, situation: str) -> None:
-    """A claim that the claim state names as prepared by an agent, and that has no file, may hold any device."""
+    """A claim whose CDI names show that an agent prepared it may hold any device if its file is missing."""
     claim_state.write(tmp_path, [claims.claim("a", kind=f"{cdi.HOLDING}_")])
     if situation == "empty":
         ClaimFileStore(claims.D, str(tmp_path / "cdi")).write("uid-1", b"")
@@ -387,5 +387,5 @@ def test_claim_files(tmp_path: Path, situation: str) -> None:
 
 
 async def test_pod_resources(tmp_path: Path) -> None:
-    """Without an answer of PodResources there is no report, so no pod counts as dropped."""
+    """If the kubelet's PodResources service cannot be reached, `list` returns None."""
     assert await PodResources(tmp_path / "none.sock", timeout=0.5).list() is None

@@ -1,4 +1,4 @@
-"""Which pods have running processes: pod cgroups of every layout, and pod directories."""
+"""How the agent finds which pods have running processes, from pod cgroups of every layout and pod directories."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def tree(request: pytest.FixtureRequest, tmp_path: Path) -> CgroupTree:
 
 
 def test_a_pod_runs_from_its_first_process_to_its_last(tree: CgroupTree) -> None:
-    """In each layout a pod runs while a cgroup of it has a process; without a process it does not run."""
+    """In each layout of cgroups a pod counts as running while one of its cgroups has a process."""
     assert running(tree.root) == set()
     tree.add_pod(U1)
     tree.add_pod(STATIC)
@@ -51,14 +51,14 @@ def test_a_pod_runs_from_its_first_process_to_its_last(tree: CgroupTree) -> None
 
 
 def test_a_static_pod_may_choose_its_uid(tmp_path: Path) -> None:
-    """A static pod's UID may be any name of its manifest, also with dots; its cgroup is found."""
+    """The UID of a static pod may be any name from its manifest, also one with dots; the pod's cgroup is found."""
     made(tmp_path / "kubepods" / "besteffort" / "podslow.1", populated=True)
     (tmp_path / "cgroup.controllers").touch()
     assert running(tmp_path) == {"slow.1"}
 
 
 def made(path: Path, *, populated: bool, version: int = 2) -> None:
-    """Make a cgroup directory with its parents."""
+    """Make a cgroup directory and its parent directories."""
     path.mkdir(parents=True)
     if version == 2:
         (path / "cgroup.events").write_text(f"populated {int(populated)}\nfrozen 0\n")
@@ -68,7 +68,7 @@ def made(path: Path, *, populated: bool, version: int = 2) -> None:
 @pytest.mark.parametrize(
     ("path", "uid"),
     [
-        # Guaranteed pods are on the first level; kind and others nest the kubelet below its own cgroup root.
+        # Guaranteed pods are directly below kubepods. On a node of kind, kubepods is below another cgroup.
         (f"kubepods/pod{U1}", U1),
         (f"kubepods/burstable/pod{U1}", U1),
         (f"kubelet/kubepods/besteffort/pod{U1}", U1),
@@ -84,7 +84,7 @@ def made(path: Path, *, populated: bool, version: int = 2) -> None:
     ],
 )
 def test_where_pods_lie(tmp_path: Path, path: str, uid: str) -> None:
-    """A pod is found wherever the kubelet's cgroup root is, in each quality of service class."""
+    """A pod of any quality of service class is found, wherever the kubelet's cgroup root is."""
     (tmp_path / "cgroup.controllers").touch()
     made(tmp_path / path, populated=True)
     assert running(tmp_path) == {uid}
@@ -101,7 +101,7 @@ def test_only_pods_of_kubepods_count(tmp_path: Path) -> None:
 
 
 def test_of_version_1_the_first_hierarchy_with_pods_counts(tmp_path: Path) -> None:
-    """In version 1 the first hierarchy with kubepods counts; others such as misc prove nothing. Child cgroups count."""
+    """In cgroup version 1 the first hierarchy with kubepods counts; a process in a child cgroup is one of the pod."""
     (tmp_path / "cpuset").mkdir()
     made(tmp_path / "memory" / "kubepods" / f"pod{U1}", populated=False, version=1)
     made(tmp_path / "memory" / "kubepods" / f"pod{U2}", populated=False, version=1)
@@ -110,7 +110,7 @@ def test_of_version_1_the_first_hierarchy_with_pods_counts(tmp_path: Path) -> No
 
 
 def test_of_version_2_the_events_file_counts(tmp_path: Path) -> None:
-    """In version 2 `cgroup.events` counts: it covers the whole subtree, also unreadable containers' cgroups."""
+    """In cgroup version 2 `cgroup.events` shows whether a pod runs, as it covers the cgroups of all its containers."""
     (tmp_path / "cgroup.controllers").touch()
     for uid, populated in ((U1, True), (U2, False)):
         made(tmp_path / "kubepods" / f"pod{uid}", populated=populated)
@@ -119,7 +119,7 @@ def test_of_version_2_the_events_file_counts(tmp_path: Path) -> None:
 
 
 def test_no_tree_is_not_an_empty_tree(tmp_path: Path) -> None:
-    """Without a kubepods directory nothing is known of any pod."""
+    """Without a kubepods directory it is not known which pods run."""
     assert running(tmp_path / "missing") is None
     assert running(tmp_path) is None
     (tmp_path / "cgroup.controllers").touch()
@@ -128,7 +128,7 @@ def test_no_tree_is_not_an_empty_tree(tmp_path: Path) -> None:
 
 
 def test_of_version_1_a_containers_cgroup_counts_as_a_process(tmp_path: Path) -> None:
-    """In version 1 a container's cgroup counts as a process: the kernel hides processes of other PID namespaces."""
+    """In cgroup version 1 an empty container cgroup counts as running, as processes may be hidden by PID namespaces."""
     made(tmp_path / "memory" / "kubepods" / f"pod{U1}", populated=False, version=1)
     made(tmp_path / "memory" / "kubepods" / f"pod{U1}" / "container", populated=False, version=1)
     made(tmp_path / "memory" / "kubepods" / f"pod{U2}", populated=False, version=1)
@@ -136,7 +136,7 @@ def test_of_version_1_a_containers_cgroup_counts_as_a_process(tmp_path: Path) ->
 
 
 def test_of_version_1_the_controller_pids_counts_all_processes(tmp_path: Path) -> None:
-    """In version 1 the pids controller counts hidden processes as well; a container's cgroup with 0 has none."""
+    """In cgroup version 1 the pids controller counts hidden processes as well; a pod with the count 0 does not run."""
     made(tmp_path / "blkio" / "kubepods" / f"pod{U1}" / "left", populated=False, version=1)
     for uid, count in ((U1, 0), (U2, 2)):
         made(tmp_path / "pids" / "kubepods" / f"pod{uid}" / "container", populated=False, version=1)
@@ -145,7 +145,7 @@ def test_of_version_1_the_controller_pids_counts_all_processes(tmp_path: Path) -
 
 
 def test_the_agents_own_pod_is_found_by_its_hosts_file(tmp_path: Path) -> None:
-    """The agent's own pod is found by its mounted hosts file, if this kubelet has a directory of that pod."""
+    """The agent finds its own pod by its mounted /etc/hosts, if the kubelet's root has a directory of that pod."""
     mounts = tmp_path / "mountinfo"
     assert own_pod(tmp_path, str(mounts)) == ""
     rest = "rw,relatime - ext4 /dev/vda1 rw\n"
@@ -162,7 +162,7 @@ def test_the_agents_own_pod_is_found_by_its_hosts_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["kubepods", "kubepods/burstable"])
 def test_a_tree_that_cannot_be_listed_tells_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """A tree of pods that cannot be listed says nothing; a directory that has just gone is no error."""
+    """If a directory of pod cgroups cannot be listed, it is not known which pods run; a missing one is no error."""
     (tmp_path / "cgroup.controllers").touch()
     made(tmp_path / "kubepods" / f"pod{U1}", populated=True)
     made(tmp_path / "kubepods" / "burstable", populated=True)
@@ -182,14 +182,14 @@ def test_a_tree_that_cannot_be_listed_tells_nothing(tmp_path: Path, monkeypatch:
 
 @pytest.mark.parametrize("name", ["cgroup.events", "cgroup.procs"])
 def test_a_cgroup_that_cannot_be_read_counts_as_running(tmp_path: Path, name: str) -> None:
-    """A cgroup that cannot be read counts as running."""
+    """A pod whose cgroup cannot be read counts as running."""
     (tmp_path / "cgroup.controllers").touch()
     (tmp_path / "kubepods" / f"pod{U1}" / name).mkdir(parents=True)
     assert running(tmp_path) == {U1}
 
 
 def test_pod_directories(tmp_path: Path) -> None:
-    """Pod directories are named by pod UID; without the kubelet's root nothing is known."""
+    """Pod directories have the pods' UIDs as names; without the `pods` directory it is not known which pods exist."""
     assert read_directories(tmp_path) is None
     (tmp_path / "pods").mkdir()
     assert read_directories(tmp_path) == frozenset()
@@ -209,5 +209,5 @@ def test_pod_directories(tmp_path: Path) -> None:
     ],
 )
 def test_whether_a_pod_may_run(seen: PodProcesses, reason: str) -> None:
-    """Cgroups decide; without them the pod's directory; without either it may run."""
+    """Cgroups decide whether a pod may run; without cgroups its directory does; without both any pod may run."""
     assert seen.may_run(U1) == reason

@@ -1,4 +1,4 @@
-"""How an agent reads the device manager's checkpoint."""
+"""How an agent reads the checkpoint of the kubelet's device manager."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ R = "example.com/r"
 
 
 def test_the_kubelets_file_is_read() -> None:
-    """Each device id of each container is one allocation, whatever NUMA node it is listed under."""
+    """Each device id of a container is one allocation; the NUMA node under which the file lists it does not matter."""
     text = written.Checkpoint(
         [
             PodDevicesEntry("u1", "init", R, {0: ["a"], 1: ["b"]}, b""),
@@ -39,13 +39,13 @@ def test_the_kubelets_file_is_read() -> None:
 
 
 def test_a_kubelet_that_never_gave_out_a_device_names_none() -> None:
-    """Go's nil slices and maps are empty."""
+    """Slices and maps that Go wrote as null are read as empty."""
     assert parse(written.Checkpoint().to_json()) == CheckpointVersion(frozenset(), {})
     assert parse(written.Checkpoint(None, None).to_json()) == CheckpointVersion(frozenset(), {})
 
 
 def test_each_version_of_the_file_is_another_file(tmp_path: Path) -> None:
-    """A file that replaces another one has another identity, also with the same contents."""
+    """A checkpoint file that replaces another has another identity, even with the same contents."""
     path = tmp_path / FILE_NAME
     written.Checkpoint().write(path)
     first = read(tmp_path)
@@ -58,7 +58,7 @@ def test_each_version_of_the_file_is_another_file(tmp_path: Path) -> None:
 
 
 def test_a_missing_checkpoint_is_an_error(tmp_path: Path) -> None:
-    """A missing checkpoint is an error: it may be deleted or not written yet, and devices may be held."""
+    """A missing checkpoint is an error: it may be deleted or not yet written, so pods may hold devices."""
     with pytest.raises(CheckpointError, match=f"{FILE_NAME}: No such file"):
         read(tmp_path)
 
@@ -99,7 +99,7 @@ def test_a_damaged_checkpoint_is_an_error(tmp_path: Path, text: str) -> None:
 
 @given(st.integers(0, 100))
 def test_a_torn_checkpoint_is_an_error(cut: int) -> None:
-    """A torn checkpoint is an error: it would name too few allocations."""
+    """A checkpoint that is cut off is an error, as it would name too few allocations."""
     text = written.Checkpoint([PodDevicesEntry("u1", "main", R, {-1: ["a"]}, None)], {R: ["a"]}).to_json()
     with pytest.raises(CheckpointError):
         parse(text[:cut])

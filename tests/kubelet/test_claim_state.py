@@ -1,4 +1,4 @@
-"""How an agent reads the kubelet's claim state."""
+"""How an agent reads the kubelet's claim state, the file with the claims that it prepared."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def enveloped(data: str) -> bytes:
 
 
 def test_the_kubelets_file_is_read(tmp_path: Path) -> None:
-    """A file that kubelet 1.36.3 wrote gives the claims with their pods, and their devices by driver."""
+    """From a file that kubelet 1.36.3 wrote, the agent reads claims with their pods, and their devices by driver."""
     (tmp_path / FILE_NAME).write_text(TWO)
     assert read(tmp_path) == (
         PreparedClaim(
@@ -49,12 +49,12 @@ def test_the_kubelets_file_is_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["nil", "empty"])
 def test_a_kubelet_without_claims_names_none(name: str) -> None:
-    """A kubelet without claims writes nil at first and an empty list later: both give no claims."""
+    """A kubelet without claims writes null at first and an empty list later: both are read as no claims."""
     assert parse(SAMPLES[name][1].encode()) == ()
 
 
 def test_a_missing_file_is_told_from_a_damaged_one(tmp_path: Path) -> None:
-    """A missing file, as of a kubelet without DRA, raises ClaimStateMissingError; an unreadable one does not."""
+    """A missing claim state, as of a kubelet without DRA, raises ClaimStateMissingError; an unreadable one does not."""
     with pytest.raises(ClaimStateMissingError, match=FILE_NAME):
         read(tmp_path)
     (tmp_path / FILE_NAME).mkdir()
@@ -79,7 +79,7 @@ def test_a_missing_file_is_told_from_a_damaged_one(tmp_path: Path) -> None:
     ],
 )
 def test_a_damaged_file_is_an_error(tmp_path: Path, text: bytes, message: str) -> None:
-    """A wrong checksum, a torn file and another file's contents are errors."""
+    """A claim state with a wrong checksum, without its end, or with another file's contents is an error."""
     (tmp_path / FILE_NAME).write_bytes(text)
     with pytest.raises(ClaimStateError, match=message):
         read(tmp_path)
@@ -87,7 +87,7 @@ def test_a_damaged_file_is_an_error(tmp_path: Path, text: bytes, message: str) -
 
 @given(st.integers(0, len(TWO.encode()) - 1), st.integers(0, 255))
 def test_a_changed_byte_is_noticed_or_harmless(at: int, byte: int) -> None:
-    """A file with one changed byte is an error or gives the same claims."""
+    """Reading a claim state with one changed byte raises an error or returns the same claims."""
     text = TWO.encode()
     damaged = text[:at] + bytes([byte]) + text[at + 1 :]
     try:

@@ -46,7 +46,7 @@ def cgroup(name: str, made: float) -> ContainerCgroup:
 def test_a_container_has_ended_if_no_cgroup_can_be_its_own(
     links: list[LogLink], running: list[ContainerCgroup], over: bool
 ) -> None:
-    """A container has ended if it has a link and no cgroup that may be its own; a newer cgroup without link may be."""
+    """A container counts as ended if it has a log link and its pod has no cgroup that may be the container's."""
     assert has_ended("c", links, running) is over
 
 
@@ -63,7 +63,7 @@ def logs(tmp_path: Path) -> Path:
 
 
 def test_links_say_pod_container_and_id(logs: Path) -> None:
-    """A link's name has pod, container and id, also with hyphens; other names are ignored."""
+    """A log link's name has the names of pod and container, also with hyphens, and the container's id."""
     (found,) = log_links(logs, {UID})
     assert found[:3] == (UID, "c-1", FIRST)
     assert found.made == (logs / f"some-pod_ns_c-1-{FIRST}.log").lstat().st_mtime
@@ -71,7 +71,7 @@ def test_links_say_pod_container_and_id(logs: Path) -> None:
 
 @pytest.mark.parametrize("layout", ["v2", "v2-systemd", "v1", "v1-systemd"])
 def test_a_container_ends_with_its_processes(layout: CgroupLayout, logs: Path, tmp_path: Path) -> None:
-    """A container ends with its processes, in each layout of cgroups; without links or cgroups nothing is known."""
+    """A container with a log link has ended when its cgroup is gone and no cgroup of its pod is newer than the link."""
     tree = CgroupTree(tmp_path / "cgroup", layout)
     tree.create()
     pods = PodReader(tmp_path, tree.root, believe_checkpoint=False)
@@ -103,7 +103,7 @@ def begin(directory: Path, name: str, at: float) -> None:
 def test_a_container_has_restarted_when_the_kubelet_begins_to_start_it_again(
     begun: Path, logs: Path, tmp_path: Path
 ) -> None:
-    """A container has restarted once the kubelet began another start, also if that fails or cgroups are not visible."""
+    """A container counts as restarted once the kubelet has begun another start of it, also without visible cgroups."""
     starts = ContainerStarts(PodReader(tmp_path, tmp_path / "none", believe_checkpoint=False), logs)
     begin(begun, "1", 100.0)
     before = starts.read([UID])
@@ -121,7 +121,7 @@ def test_a_container_has_restarted_when_the_kubelet_begins_to_start_it_again(
 
 
 def test_a_container_that_has_ended_need_not_restart(begun: Path, logs: Path, tmp_path: Path) -> None:
-    """A container without processes has ended if its last start is over: by a link, a later start, or enough time."""
+    """A container without processes counts as ended if a log link, a later start or time shows its last start over."""
     tree = CgroupTree(tmp_path / "cgroup", "v2")
     tree.create()
     tree.add_pod(UID)
@@ -150,7 +150,7 @@ def test_a_container_that_has_ended_need_not_restart(begun: Path, logs: Path, tm
 
 
 def test_a_pod_without_containers_has_no_starts(logs: Path, tmp_path: Path) -> None:
-    """A pod with a directory without containers has no starts; for a pod without a directory they are unknown."""
+    """A pod whose directory has no containers has no container starts; without a directory its starts are unknown."""
     starts = ContainerStarts(PodReader(tmp_path, tmp_path, believe_checkpoint=False), logs)
     with pytest.raises(OSError, match="containers"):
         starts.read([UID])

@@ -1,4 +1,4 @@
-"""Another plugin registers a resource of the agent: how it is recognized and what follows, on kubelet 1.36 and 1.37."""
+"""Another plugin registers the agent's resource: how the agent notices and reacts, with kubelets 1.36 and 1.37."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ OURS, THEIRS = frozenset({"sim-0", "sim-1"}), frozenset({"theirs"})
 SOCKET: Socket = ("theirs.sock", FileIdentity(1, 1, int((NOW + 1) * 1e9)))
 
 
-# How another plugin is recognized.
+# How the agent notices another plugin.
 
 
 def record(
@@ -61,7 +61,7 @@ def record(
     [
         (OURS, 0.1, [(0.0, OURS)], 0.2, True),
         (THEIRS, 1.0, [(0.0, OURS)], 1.1, False),
-        (THEIRS, -1.0, [(0.0, OURS)], 9.0, None),  # written before the agent's list was sent
+        (THEIRS, -1.0, [(0.0, OURS)], 9.0, None),  # the checkpoint was written before the agent's list was sent
         (OURS, 0.5, [(-60.0, OURS), (0.0, THEIRS)], 0.6, None),  # the kubelet is slow
         (OURS, 0.5, [(-60.0, OURS), (0.0, THEIRS)], LATE + 1, False),
         (OURS, 60.0, [(-60.0, OURS), (0.0, frozenset())], 60.1, False),  # a list that the agent sent long ago
@@ -75,7 +75,7 @@ def test_the_kubelets_list_is_compared_with_ours(
     now: float,
     known: bool | None,
 ) -> None:
-    """Another plugin is suspected if the checkpoint has a list that the agent never sent, or replaced long ago."""
+    """Another plugin is suspected if the checkpoint has ids that the agent never listed or removed long ago."""
     sent = [SentList(NOW + at, ids) for at, ids in lists]
     said = contradiction(record(registered, written=NOW + written), sent, NOW + now)
     assert said == "" if known else said is None if known is None else said
@@ -88,7 +88,7 @@ _ids = st.frozensets(st.sampled_from("abc"))
 def test_a_kubelet_that_takes_our_lists_never_contradicts(
     lists: list[frozenset[str]], pause: float, after: float
 ) -> None:
-    """Any of the agent's lists that the kubelet can still have within `LATE` seconds is no sign of another plugin."""
+    """If the kubelet has a list that the agent sent within the last `LATE` seconds, no other plugin is suspected."""
     sent = [SentList(NOW + pause * number, ids) for number, ids in enumerate(lists)]
     now = sent[-1].at + after
     got_to = [one.ids for one, later in zip(sent, [*sent[1:], None], strict=True) if not later or later.at > now - LATE]
@@ -98,9 +98,9 @@ def test_a_kubelet_that_takes_our_lists_never_contradicts(
 
 
 def test_a_former_list_comes_again_only_from_another_plugin() -> None:
-    """The kubelet had another plugin's list, then the agent's: if the former list comes back, a plugin registered it.
+    """The kubelet had another plugin's list, then the agent's: if the former list comes back, a plugin has registered.
 
-    AMD's plugin restarts and registers when the agent has registered again, with the same list each time.
+    After each registration of the agent, AMD's plugin restarts and registers with the same list as before.
     """
     watch, sent = ForeignPluginWatch(), [SentList(NOW, frozenset())]
     watch.begin(record(THEIRS), frozenset())
@@ -117,7 +117,7 @@ def test_a_former_list_comes_again_only_from_another_plugin() -> None:
 
 @given(st.lists(_ids, min_size=1, max_size=5), st.data())
 def test_a_kubelet_that_lags_behind_is_no_other_plugin(lists: list[frozenset[str]], data: st.DataObject) -> None:
-    """A kubelet that takes the agent's lists in order, each within `LATE` seconds, is no other plugin."""
+    """While the kubelet takes the agent's lists in order, each within `LATE` seconds, no other plugin is suspected."""
     watch, sent = ForeignPluginWatch(), []
     watch.begin(record(frozenset("z")), frozenset())
     got, now = -1, NOW
@@ -132,7 +132,7 @@ def test_a_kubelet_that_lags_behind_is_no_other_plugin(lists: list[frozenset[str
 
 
 def test_a_kubelet_that_listens_late_is_no_other_plugin() -> None:
-    """A kubelet that takes the first list late has no devices until then: that is no sign before `LATE` seconds."""
+    """Until the kubelet takes the first list, it has no devices; after `LATE` seconds another plugin is suspected."""
     watch = ForeignPluginWatch()
     watch.begin(record(OURS), frozenset())
     now = time.time() + 3 * LATE
@@ -142,7 +142,7 @@ def test_a_kubelet_that_listens_late_is_no_other_plugin() -> None:
 
 
 def test_a_socket_counts_when_no_other_resource_explains_it() -> None:
-    """A new socket counts after `LISTED` seconds if the agent's list is unchanged and no other resource changed."""
+    """A new socket means another plugin if after `LISTED` seconds no resource in the checkpoint has changed."""
     watch, sent = ForeignPluginWatch(), [SentList(NOW, OURS)]
     watch.begin(record(others={"q": THEIRS}), frozenset())
     assert watch.found(record(others={"q": THEIRS}), frozenset({SOCKET}), sent, NOW + 1.1).reason == ""  # no list yet
@@ -161,14 +161,14 @@ def test_a_socket_counts_when_no_other_resource_explains_it() -> None:
     ("name", "registered", "known"),
     [
         ("theirs.sock", "theirs.sock", True),
-        ("nvidiaGPU-1769000000.sock", "nvidiaGPU-1768000000.sock", True),  # the name has the time of its start (GKE's)
+        ("nvidiaGPU-1769000000.sock", "nvidiaGPU-1768000000.sock", True),  # GKE's has its start time
         ("theirs.sock", "", False),  # no plugin has registered with the agent
         ("theirs.sock", "others.sock", False),
         ("kubevirt-vfio1.sock", "kubevirt-vfio0.sock", False),
     ],
 )
 def test_a_socket_that_has_the_name_of_the_adopted_plugins_is_told(name: str, registered: str, *, known: bool) -> None:
-    """A new socket with the adopted plugin's name, apart from a start time, is surely one of this resource."""
+    """A new socket that is named like the adopted plugin's, except for a start time, is certainly of this resource."""
     socket = (name, SOCKET[1])
     watch, sent = ForeignPluginWatch(), [SentList(NOW, OURS)]
     watch.begin(record(), frozenset())
@@ -180,7 +180,7 @@ def test_a_socket_that_has_the_name_of_the_adopted_plugins_is_told(name: str, re
 
 
 def test_a_socket_of_unknown_resource_does_not_hide_that_of_the_adopted_plugin() -> None:
-    """A new socket of unknown resource comes before the adopted plugin's: the adopted plugin's is still reported."""
+    """A new socket of unknown resource comes before the adopted plugin's socket: the plugin's socket is reported."""
     first = ("another.sock", FileIdentity(1, 2, int((NOW + 0.5) * 1e9)))
     watch, sent = ForeignPluginWatch(), [SentList(NOW, OURS)]
     watch.begin(record(), frozenset())
@@ -204,7 +204,7 @@ def test_the_adopted_plugins_socket_is_told_though_another_resource_changes() ->
 
 
 def test_the_adopted_plugins_socket_is_waited_for_before_another_is_told() -> None:
-    """The adopted plugin's socket is newer than an unknown one: the report waits for its list, but not for ever."""
+    """The adopted plugin's socket comes after an unknown socket: the report waits, for a limited time, to name it."""
     first = ("another.sock", FileIdentity(1, 2, int((NOW + 0.5) * 1e9)))
     late = ("theirs.sock", FileIdentity(1, 3, int((NOW + 1.4) * 1e9)))
     watch, sent = ForeignPluginWatch(), [SentList(NOW, OURS)]
@@ -218,7 +218,7 @@ def test_the_adopted_plugins_socket_is_waited_for_before_another_is_told() -> No
 
 
 def test_a_socket_of_another_resource_is_nothing() -> None:
-    """A new socket that comes with a change of another resource is not reported, also not later."""
+    """A new socket that appears with a change of another resource is that resource's, and is never reported."""
     watch, sent = ForeignPluginWatch(), [SentList(NOW, OURS)]
     watch.begin(record(), frozenset())
     explained = record(written=NOW + 1.2, others={"q": THEIRS})
@@ -227,7 +227,7 @@ def test_a_socket_of_another_resource_is_nothing() -> None:
 
 
 def test_an_allocation_that_another_plugin_answered_counts_once() -> None:
-    """An allocation of an unknown id from before is no sign of another plugin; a new one is reported once."""
+    """A new allocation of an id that the agent does not know is reported once; an earlier one is not reported."""
     before, new = Allocation("u1", "c", R, "theirs"), Allocation("u2", "c", R, "theirs")
     watch, sent = ForeignPluginWatch(), [SentList(NOW, OURS)]
     watch.begin(record(foreign=frozenset({before})), frozenset())
@@ -239,7 +239,7 @@ def test_an_allocation_that_another_plugin_answered_counts_once() -> None:
 
 
 def test_a_checkpoint_that_cannot_be_read_says_nothing() -> None:
-    """Without a checkpoint, before the first list, and with an empty new checkpoint, no other plugin is reported."""
+    """Without a checkpoint, before the agent's first list, and with a new empty one, no other plugin is reported."""
     watch = ForeignPluginWatch()
     watch.begin(None, frozenset())
     now = time.time()
@@ -249,7 +249,7 @@ def test_a_checkpoint_that_cannot_be_read_says_nothing() -> None:
     assert watch.found(record(THEIRS), frozenset(), [], NOW).reason == ""
 
 
-# Against a kubelet.
+# Tests with a fake kubelet.
 
 
 @pytest.fixture(params=[36, 37])
@@ -261,7 +261,7 @@ def kubelet(request: pytest.FixtureRequest) -> Iterator[FakeKubelet]:
 
 @contextlib.contextmanager
 def another_plugin(kubelet: FakeKubelet, *ids: str) -> Iterator[BarePlugin]:
-    """Have another plugin register the resource; at the end the plugin stops as a killed process does."""
+    """Have another plugin register the resource; after the `with` block the plugin stops as a killed process does."""
     plugin = BarePlugin(kubelet.device_plugin_dir, *ids, resource=R)
     try:
         plugin.register()
@@ -278,9 +278,9 @@ def foreign(agent: Served) -> int:
 def test_a_plugin_that_comes_and_goes_costs_no_pod(
     kubelet: FakeKubelet, caplog: pytest.LogCaptureFixture, ids: tuple[str, ...]
 ) -> None:
-    """Another plugin registers and stops: pods get the agent's devices, during and after that, and the log says why.
+    """Another plugin registers and stops: during and after that, pods get the agent's devices, and the log has a line.
 
-    A plugin with the same ids might be a restarted plugin of another resource: that is logged, not warned of.
+    A plugin with the same ids might be a restarted plugin of another resource: the line is no warning in this case.
     """
     caplog.set_level(logging.INFO, "deviceplugin")
     with serve(SimulatedSource(2, resource=R), kubelet, period=0.1) as agent:
@@ -300,7 +300,7 @@ def test_a_plugin_that_comes_and_goes_costs_no_pod(
 
 
 def test_a_directory_of_another_plugin_names_no_device(kubelet: FakeKubelet) -> None:
-    """A former plugin gave a pod a directory: any device may be in it, so all are withheld until the pod ends."""
+    """A former plugin gave a pod a directory, which may have any device: all are withheld until the pod ends."""
     with another_plugin(kubelet, "theirs-0", "theirs-1") as plugin:
         spec = pb.DeviceSpec(container_path="/dev/snd", host_path="/dev", permissions="rw")
         answer = pb.AllocateResponse(container_responses=[pb.ContainerAllocateResponse(devices=[spec])])
@@ -330,7 +330,7 @@ def test_a_plugin_that_insists_is_answered_ever_more_slowly(kubelet: FakeKubelet
 def test_one_that_insists_while_claims_have_devices_is_answered_at_once(
     kubelet: FakeKubelet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With devices held by claims the agent registers again at once: else a pod could be given such a device."""
+    """While claims hold devices, the agent registers again at once: else the other plugin could give them to pods."""
 
     def next_pause(backoff: Backoff) -> float:
         backoff.tries += 1
@@ -370,7 +370,7 @@ def test_while_it_is_not_registered_again_the_agent_is_not_ready(kubelet: FakeKu
 
 
 def test_a_registration_never_uses_a_socket_twice(kubelet: FakeKubelet) -> None:
-    """Each registration has a new socket name, since kubelet 1.37 refuses a name that it knows."""
+    """Each registration of the agent has a new socket name, since kubelet 1.37 refuses a name that it knows."""
     with serve(SimulatedSource(2, resource=R), kubelet):
         for count in range(2, 6):
             kubelet.wait_until(lambda: len(kubelet.updates(R)) == len(kubelet.registrations))
@@ -422,7 +422,7 @@ class Cards(DeviceSource):
 
 @pytest.fixture
 def cards(tmp_path: Path) -> Path:
-    """Three device nodes without hardware of this machine."""
+    """Three device nodes that belong to no hardware of this machine."""
     for number, name in enumerate("abc"):
         try:  # major 60 is for local experiments: devices.txt of Linux
             os.mknod(tmp_path / name, 0o600 | stat.S_IFCHR, os.makedev(60, number))
@@ -432,7 +432,7 @@ def cards(tmp_path: Path) -> Path:
 
 
 def answer(*paths: Path) -> Callable[[list[str]], pb.AllocateResponse]:
-    """Return an answer of another plugin: these device nodes, or a variable alone."""
+    """Return the other plugin's answer to Allocate: an environment variable, and nodes for the given paths."""
     nodes = [pb.DeviceSpec(container_path=str(path), host_path=str(path), permissions="rw") for path in paths]
     one = pb.ContainerAllocateResponse(devices=nodes, envs={"CARD": "something"})
     return lambda ids: pb.AllocateResponse(container_responses=[one])
@@ -450,7 +450,7 @@ def withheld(agent: Served) -> dict[str, str]:
 def test_what_it_gave_is_withheld_until_its_pod_ends(
     kubelet: FakeKubelet, cards: Path, given: str, kinds: dict[str, str]
 ) -> None:
-    """A device that another plugin gave to a pod is withheld until the pod ends; if it is unknown, all are."""
+    """A device that another plugin gave to a pod is withheld until the pod ends; if it is unknown, all devices are."""
     with another_plugin(kubelet, "theirs") as plugin:
         plugin.response = answer(*(cards / name for name in given))
         kubelet.wait_allocatable(R, 1)
@@ -470,7 +470,7 @@ def test_what_it_gave_is_withheld_until_its_pod_ends(
 
 
 def test_a_device_with_two_holders_is_told_whatever_its_ids(kubelet: FakeKubelet, cards: Path) -> None:
-    """A pod has a device from the agent, another pod has it from another plugin: it is reported as held twice."""
+    """One pod has a device from the agent, another has the same from another plugin: it is reported as held twice."""
     gate = threading.Event()
 
     def wait(method: str) -> None:
@@ -485,7 +485,7 @@ def test_a_device_with_two_holders_is_told_whatever_its_ids(kubelet: FakeKubelet
         plugin.register()
         pod = kubelet.run_pod("theirs", {R: 1})
         assert plugin.allocations == [list(pod.device_ids)] != [[held]]
-        kubelet.wait_until(lambda: foreign(agent) == 1)  # the allocation tells of the plugin, which has sent no list
+        kubelet.wait_until(lambda: foreign(agent) == 1)  # known by the allocation, as the plugin has sent no list
         kubelet.wait_until(lambda: agent.agent.status().resources[0].held_twice == {held})
         gate.set()
         plugin.stop()

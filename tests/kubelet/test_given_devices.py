@@ -1,4 +1,4 @@
-"""The hardware of AllocateResponses: device nodes, CDI devices, and UUIDs of NVIDIA devices."""
+"""Which hardware an AllocateResponse gives: its device nodes, CDI devices, and UUIDs of NVIDIA devices."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ def given(**answer: Any) -> GivenDevices:
     ],
 )
 def test_devices_of_an_answer(answer: dict[str, Any], expected: GivenDevices) -> None:
-    """The devices are those in the response's fields for nodes and CDI devices, and in CDI annotations and NVIDIA's."""
+    """Devices are found in a response's nodes, CDI devices, CDI annotations, and NVIDIA's variable and mounts."""
     assert given(**answer) == expected
 
 
 def test_devices_of_edits_are_those_of_the_answer() -> None:
-    """Container edits name the same devices as the response from which they were made."""
+    """The devices of container edits are found in their nodes, CDI devices, and NVIDIA's variable and mounts."""
     edits = ContainerEdits(
         {"NVIDIA_VISIBLE_DEVICES": "GPU-1"},
         [DeviceNode("/dev/a")],
@@ -66,7 +66,7 @@ def test_devices_of_edits_are_those_of_the_answer() -> None:
 
 
 def test_tokens_of_devices(tmp_path: Path) -> None:
-    """A CDI device has the numbers in its spec, else the present ones; a missing node or spec has none."""
+    """A CDI device's numbers are those in its spec, else those of its node on the host; else it has none."""
     (tmp_path / "any-name.json").write_text(
         spec(
             {"name": "a", **node(path="/dev/in", type="c", major=240, minor=1)},
@@ -84,7 +84,7 @@ def test_tokens_of_devices(tmp_path: Path) -> None:
 
 
 def test_all_directories_are_read(tmp_path: Path) -> None:
-    """Specs in YAML and JSON, and in each directory, count; a spec's own nodes come with each of its devices."""
+    """CDI specs in YAML and JSON are read from each directory; nodes of a whole spec belong to each of its devices."""
     for name in ("etc", "run"):
         (tmp_path / name).mkdir()
     (tmp_path / "etc" / "a.yaml").write_text(
@@ -100,7 +100,7 @@ def test_all_directories_are_read(tmp_path: Path) -> None:
 
 
 def test_a_changed_spec_is_read_again(tmp_path: Path) -> None:
-    """A spec that changes at once, with the same size and inode, has its new nodes."""
+    """A CDI spec that changes again at once, with the same size and inode, is read again."""
     file = tmp_path / "a.json"
     for minor in range(1, 9):
         file.write_text(spec({"name": "a", **node(path="/x", type="c", major=240, minor=minor)}))

@@ -1,4 +1,4 @@
-"""The identity of devices at their grant, as the kubelet keeps it in its checkpoint."""
+"""The identity that a device had when it was granted; the kubelet's checkpoint has it in the AllocateResponse."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ for _ in range(200):
     for one in threads:
         one.join()
 """
-"""Decode in several threads for the first time, repeatedly."""
+"""A program in which several threads decode an AllocateResponse for the first time, repeatedly."""
 
 
 def kept(response: pb.ContainerAllocateResponse) -> str:
@@ -62,7 +62,7 @@ def kept(response: pb.ContainerAllocateResponse) -> str:
 
 
 def test_an_answer_tells_what_each_device_was() -> None:
-    """An answer gives each id's device, its tokens and its amount, also for a device without tokens."""
+    """From an AllocateResponse the agent reads each id's device, its tokens and amount, also if it has no tokens."""
     response = pb.ContainerAllocateResponse(annotations={"other": "x"})
     annotate(response, R, {"a": A, "b::1": B, "c": C}, BOOT, SINCE)
     assert [granted(kept(response), R, name, BOOT) for name in ("a", "b::1", "c")] == [A, B, C]
@@ -71,7 +71,7 @@ def test_an_answer_tells_what_each_device_was() -> None:
 
 
 def test_a_container_with_two_resources_gets_two_annotations() -> None:
-    """The answers of two resources have different annotations, since the kubelet merges a container's annotations."""
+    """The responses of two resources have different annotations, since the kubelet merges those of a container."""
     both = pb.ContainerAllocateResponse()
     for resource in (R, "example.com/other"):
         one = pb.ContainerAllocateResponse()
@@ -83,7 +83,7 @@ def test_a_container_with_two_resources_gets_two_annotations() -> None:
 
 @pytest.mark.parametrize("value", [None, "{", "[]", '{"boot":"boot","devices":{"a":7}}', "another boot"])
 def test_without_an_annotation_of_this_boot_the_nodes_tell(value: str | None) -> None:
-    """Without an annotation of this boot the device nodes' numbers give the identity; the amount is then unknown."""
+    """Without an annotation of this boot, the numbers of the response's device nodes identify the device."""
     node = next(Path("/dev") / name for name in ("fuse", "tty", "ptmx") if (Path("/dev") / name).exists())
     response = pb.ContainerAllocateResponse(
         devices=[pb.DeviceSpec(host_path=str(one)) for one in (node, "/dev/null", "/dev/no-such", "/etc/hostname")]
@@ -102,7 +102,7 @@ def test_without_an_annotation_of_this_boot_the_nodes_tell(value: str | None) ->
 
 
 def test_without_an_annotation_cdi_devices_and_uuids_identify(tmp_path: Path) -> None:
-    """Another plugin's answer that names CDI devices and UUIDs gives their tokens, without its spec only UUIDs."""
+    """In another plugin's response, CDI devices and UUIDs give the tokens; without the CDI spec only UUIDs do."""
     spec = tmp_path / "vendor.json"
     node = {"path": "/dev/x", "type": "c", "major": 240, "minor": 7}
     spec.write_text(
@@ -120,15 +120,15 @@ def test_without_an_annotation_cdi_devices_and_uuids_identify(tmp_path: Path) ->
 
 @pytest.mark.parametrize("response", ["", "AQL/", "%"])
 def test_what_is_no_answer_tells_nothing(response: str) -> None:
-    """Data that is no answer gives nothing and raises no error, since it may be another plugin's."""
+    """Data that is no AllocateResponse gives no identity and no error, since it may be another plugin's."""
     assert granted(response, R, "a", BOOT) == NOTHING
 
 
 def test_several_threads_decode_for_the_first_time() -> None:
-    """Several threads may decode for the first time at once: a decoder is made beforehand.
+    """Several threads may decode an AllocateResponse for the first time at once: a decoder is made beforehand.
 
-    Without it msgspec 0.22 crashes if threads meet while a type is prepared. Loop, scans, registrations and metrics all
-    read the checkpoint.
+    Without this decoder msgspec 0.22 crashes if several threads prepare a type at once. The event loop, scans,
+    registrations and metrics all read the checkpoint.
     """
     done = subprocess.run([sys.executable, "-c", THREADS], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")

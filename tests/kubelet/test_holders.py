@@ -40,7 +40,7 @@ def seen(*named: Allocation, current: bool = True, pods: PodProcesses = ENDED, p
 
 
 def grants(*named: Allocation, since: float, holders: frozenset[tuple[str, str]] = frozenset()) -> PendingGrants:
-    """Return the pending grants of id a, granted at 2.0; the checkpoint's AllocateResponses are of the time `since`."""
+    """Return the pending grants of id a, granted at 2.0; `since` is the time in the checkpoint's AllocateResponses."""
     record = AllocationRecord(R, "a", "a", 2.0, 1, holders)
     answer = Wanted((R, "a"), UNIDENTIFIED, WHOLE, since)
     return pending_grants(
@@ -49,7 +49,7 @@ def grants(*named: Allocation, since: float, holders: frozenset[tuple[str, str]]
 
 
 def test_a_response_in_the_checkpoint_shows_the_container_of_a_grant() -> None:
-    """A checkpoint's AllocateResponse shows a grant's container only if it is of the last grant, and pending."""
+    """A checkpoint's AllocateResponse names the container of a grant only if the grant is the last one and pending."""
     assert grants(A, since=2.0) == (frozenset({A}), frozenset())
     assert grants(A, since=1.0) == grants(since=2.0) == (frozenset(), frozenset())
     known = {(R, "a"): AllocationRecord(R, "a", "a", 2.0, 1, pending=False)}
@@ -58,7 +58,7 @@ def test_a_response_in_the_checkpoint_shows_the_container_of_a_grant() -> None:
 
 
 def test_a_later_grant_in_the_checkpoint_shows_the_end_of_the_former_holder() -> None:
-    """A checkpoint with a later grant's response ends the former holder, unless the former holder's processes run."""
+    """A later grant's response in the checkpoint ends the former holder, unless the former holder's processes run."""
     found = grants(B, since=2.0, holders=frozenset({A[:2]}))
     for pods, held in ((ENDED, {B}), (RUNS, {A, B}), (BLIND, {A, B})):
         evidence = replace(seen(B, current=False, pods=pods), begun=found.begun, replaced=found.replaced)
@@ -101,7 +101,7 @@ MISSING = HolderEvidence((), False, ENDED, "kubelet_internal_checkpoint: No such
 @pytest.mark.parametrize(
     ("known", "evidence", "holding"),
     [
-        # The checkpoint names the holder: held. It is certain if the checkpoint is current or the pod runs.
+        # The checkpoint names the holder: held. This is certain if the checkpoint is current or the pod runs.
         ([], seen(A, current=True), HoldReason(True, True, "the kubelet's checkpoint names it")),
         ([], seen(A, current=False), HoldReason(True, False, "the kubelet's checkpoint names it")),
         ([], seen(A, current=False, pods=RUNS), HoldReason(True, True, "the kubelet's checkpoint names it")),
@@ -153,12 +153,12 @@ MISSING = HolderEvidence((), False, ENDED, "kubelet_internal_checkpoint: No such
 def test_whether_an_allocation_counts_as_held(
     known: list[Allocation], evidence: HolderEvidence, holding: HoldReason | None
 ) -> None:
-    """An allocation counts as held with this reason, or as ended (None), by what the checkpoint and the pods show."""
+    """By checkpoint and processes an allocation counts as held for a reason (`holding`), or as ended (None)."""
     assert holders(known, evidence, 1.0).held.get(A) == holding
 
 
 def test_a_holder_is_a_pod_and_a_container_and_an_id() -> None:
-    """A holder is a pod, a container and an id: the same container name in another pod is another holder."""
+    """A holder is one container of one pod with one device id: the same container name in another pod is another."""
     now = holders([A], seen(B, current=True, pods=PodProcesses(frozenset({"u2"}))))
     assert set(now.held) == {B}
     both = holders([A], seen(B, current=True, pods=PodProcesses(frozenset({"u1", "u2"}))))
@@ -169,14 +169,14 @@ def test_a_holder_is_a_pod_and_a_container_and_an_id() -> None:
 
 
 def test_an_allocation_that_is_over_stays_over() -> None:
-    """An allocation that has ended is not held again in the next scan."""
+    """An allocation that a scan found ended does not count as held in the next scan."""
     held = holders([], seen(A, pods=RUNS)).held
     held = holders(held, seen()).held
     assert holders(held, seen(current=False)).held == {}
 
 
 def test_what_a_scan_knows_of_the_checkpoint() -> None:
-    """A snapshot is current only with a checkpoint that was written after the request."""
+    """The result of a scan is current only with a checkpoint that was written after the scan's request."""
     now = holders([], seen(A, current=True), 7.0)
     assert (now.at, now.current, now.registered, now.problem) == (7.0, True, {R: frozenset({"a"})}, "")
     assert now.of(R) == {"a": {A: now.held[A]}}
@@ -199,13 +199,13 @@ def test_what_a_scan_knows_of_the_checkpoint() -> None:
 def test_of_which_allocations_a_newer_checkpoint_is_asked_for(
     known: list[Allocation], evidence: HolderEvidence, asks: bool
 ) -> None:
-    """A newer checkpoint is requested for each allocation except one that is named and whose pod runs."""
+    """A newer checkpoint is requested for each allocation, unless the checkpoint names it and its pod runs."""
     held = holders(known, evidence).held
     assert needs_request(held, evidence.pods) == (frozenset({A}) if asks else frozenset())
 
 
 def test_an_allocation_that_one_of_the_checkpoints_names_is_held() -> None:
-    """An allocation that any of several checkpoints names is held; it is certain only if all of them name it."""
+    """An allocation that any of several checkpoints names is held; this is certain only if all of them name it."""
     files = [
         CheckpointVersion(frozenset({A}), {R: frozenset({"a"})}),
         CheckpointVersion(frozenset({A, B}), {R: frozenset({"b"})}),
@@ -218,7 +218,7 @@ def test_an_allocation_that_one_of_the_checkpoints_names_is_held() -> None:
 
 @given(st.dictionaries(st.sampled_from("abcd"), st.frozensets(st.sampled_from("abcd"))), st.booleans())
 def test_more_checkpoints_than_may_be_late_show_the_present(streams: dict[str, frozenset[str]], status: bool) -> None:
-    """More checkpoints than can be late show the present: each resource and the node's status has at most one."""
+    """Enough checkpoints show the present: at most one for each resource and one for the node's status can be late."""
     late = [
         CheckpointVersion(frozenset(), dict.fromkeys(others | {name}, frozenset())) for name, others in streams.items()
     ]
@@ -268,7 +268,7 @@ def test_an_id_of_which_the_kubelet_names_a_holder_is_not_shown_unhealthy() -> N
 
 
 def test_an_id_of_a_pod_that_the_kubelet_counts_is_not_shown_unhealthy() -> None:
-    """An id is not shown as unhealthy while the kubelet counts its pod as active, but is if a second pod holds it."""
+    """An id whose pod the kubelet counts as active is not shown as unhealthy, unless a second pod holds the id."""
     runs = PodProcesses(frozenset({"u1", "u2"}))
     alone, both = (holders(held, seen(pods=runs)) for held in ([A], [A, B]))
     assert replace(alone, active=frozenset({"u1"})).unnamed(R) == frozenset()

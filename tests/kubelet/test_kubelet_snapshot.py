@@ -1,4 +1,4 @@
-"""How the register takes the result of a scan."""
+"""How a scan's result is made into the snapshot of holders that the register takes for one resource."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_replicas_from_before_sharing_ended_hold_their_device() -> None:
 
 
 def test_all_holders_of_an_id_are_returned() -> None:
-    """All holders of an id are returned; a certain one is the one that is shown, with its reason."""
+    """All holders of an id are returned; the title and reason of a certain holder are shown."""
     main, init = Allocation("u1", "main", R, "a"), Allocation("u2", "init", R, "a")
     hidden, other = Allocation("u3", "main", R, "b"), Allocation("u1", "main", "example.com/nic", "a")
     now = scanned(main, init, other, known=(hidden,), runs="u2 u3", current=False)
@@ -55,7 +55,7 @@ def test_all_holders_of_an_id_are_returned() -> None:
 
 
 def test_what_the_answer_to_allocate_said_is_returned() -> None:
-    """Identity and amount are those of the shown holder's answer; without the answer they are unknown."""
+    """Identity and amount are those of the response to the shown holder's Allocate; without it they are unknown."""
     answers = {"a": Wanted((R, "device-a"), seen_as("1", "n1"), HALF)}
     now = scanned(Allocation("u1", "main", R, "a"), Allocation("u2", "main", R, "b"))
     held = kubelet_snapshot(1, now, R, str, lambda one: answers.get(one.device_id)).held
@@ -64,7 +64,7 @@ def test_what_the_answer_to_allocate_said_is_returned() -> None:
 
 
 def test_what_only_an_old_checkpoint_says_is_not_sure() -> None:
-    """A holder that only an old checkpoint names is not sure, unless its pod's processes run."""
+    """A holder that only an old checkpoint names is not certain, unless its pod's processes run."""
     one = Allocation("u1", "main", R, "a")
     assert not kubelet_snapshot(1, scanned(one, current=False), R, str).held["a"].sure
     assert kubelet_snapshot(1, scanned(one, current=False, runs="u1"), R, str).held["a"].sure
@@ -72,7 +72,7 @@ def test_what_only_an_old_checkpoint_says_is_not_sure() -> None:
 
 
 def test_a_scan_as_the_register_takes_it() -> None:
-    """Ids that the kubelet counts as healthy become devices; an unknown resource has none."""
+    """The snapshot has the devices whose ids the kubelet counts as healthy; for an unknown resource it has none."""
     now = scanned(current=False)
     seen = kubelet_snapshot(7, now, R, lambda name: name.partition("::")[0])
     assert (seen.sequence, seen.at, seen.current, seen.problem) == (7, 5.0, False, "it was not written")

@@ -1,4 +1,4 @@
-"""Devices that claims hold through drivers that this agent does not serve are withheld from pods."""
+"""Devices that claims hold through a driver that this agent does not serve are withheld from pods."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ OLD = "old.example.com"
 def claim(
     *devices: str, driver: str = D, uid: str = "uid-1", others: tuple[str, ...] = (), kind: str = "claim_"
 ) -> DevicesOfClaim:
-    """Return a claim of the claim state. others: drivers that have not answered. kind: begins the agent's CDI names."""
+    """Return a claim of the claim state. others: drivers that have not answered. kind: the start of CDI names."""
     prepared = [
         AnsweredDevice(("r",), "node", name, (cdi.qualified(driver, f"{kind}{uid}_r_{name}"),), None)
         for name in devices
@@ -50,7 +50,7 @@ def claim(
 def file(
     root: Path, *devices: str | ClaimDevice, driver: str = D, uid: str = "uid-1", boot: str = "b", **more: Any
 ) -> None:
-    """Write the agent's own file of a claim for these devices of R."""
+    """Write a claim file, as an agent does that prepares a claim, with these devices of R."""
     fields = {"namespace": "ml", "name": "train", "boot": boot, "pods": frozenset({"pod-uid"}), **more}
     filed = tuple(one if isinstance(one, ClaimDevice) else ClaimDevice(R, one) for one in devices)
     data = claim_files.encode(ClaimFile(driver=driver, uid=uid, devices=filed, **fields))
@@ -58,25 +58,25 @@ def file(
 
 
 def reader(seen: PodProcesses) -> PodReader:
-    """Return a reader of cgroups that sees these processes."""
+    """Return a reader of cgroups that sees the pods in `seen` as running."""
     return cast("PodReader", SimpleNamespace(read=lambda: seen))
 
 
 def of(root: Path, *served: str, pods: Collection[str] | None = ()) -> OrphanedClaims:
-    """Return the claims by the files below a directory. pods: pods whose processes run; None: not known."""
+    """Return the claims that files below `root` name. pods: the pods whose processes run, or None if not known."""
     seen = PodProcesses(None if pods is None else frozenset(pods))
     return OrphanedClaims(root, served, str(root / "cdi"), reader(seen), "b")
 
 
 def holder(claims: OrphanedClaims, resource: str, device: str, driver: str | None) -> str:
-    """Return the holder of a device of a resource with this driver, or why it is unknown; "" without a holder."""
+    """Return which claim holds a device, or why that is unknown, or "". driver: the driver of the device's resource."""
     claims.refresh(frozenset(claims.served))
     found = (use.title for use in claims.uses() if use.key == (resource, device))
     return next(found, "") or claims.problem(driver)
 
 
 def nodes(claims: OrphanedClaims) -> dict[str, frozenset[str]]:
-    """Return the device nodes that claims hold, by the claims' titles."""
+    """Return the device nodes that claims hold, by the title of the claim."""
     claims.refresh(frozenset(claims.served))
     return {use.title: use.tokens for use in claims.uses() if use.tokens}
 
@@ -89,7 +89,7 @@ UNKNOWN = "it is not known"
 
 
 def test_what_claims_of_former_drivers_hold_is_known_by_their_files(tmp_path: Path) -> None:
-    """Claims of drivers not served here hold the devices in their files; served drivers know their own claims."""
+    """Claims of drivers that this agent does not serve hold the devices in their claim files."""
     file(tmp_path, "a", ClaimDevice("example.com/other", "b"), driver=OLD)
     file(tmp_path, "c", uid="uid-2")
     written.write(tmp_path, [claim("fpga--a", driver=OLD), claim("c", uid="uid-2")])
@@ -106,7 +106,7 @@ def test_what_another_vendors_claim_holds_is_not_known_by_its_name(tmp_path: Pat
 
 
 def test_a_claim_of_our_driver_without_a_file_may_hold_any_device_of_its_resource(tmp_path: Path) -> None:
-    """A claim without a file and without CDI names may hold any device of its driver's resource."""
+    """A claim without a file, and without the CDI names of an agent, may hold any device of its driver's resource."""
     written.write(tmp_path, [claim("0", others=("new.example.com",), kind="")])
     assert holder(of(tmp_path), R, "x", D) == f"{UNKNOWN} what claim ml/train through driver {D} holds"
     assert [holder(of(tmp_path), R, "0", driver) for driver in (None, OLD, "new.example.com")] == ["", "", ""]
@@ -114,7 +114,7 @@ def test_a_claim_of_our_driver_without_a_file_may_hold_any_device_of_its_resourc
 
 
 def test_a_claim_that_we_prepared_and_that_has_no_file_may_hold_any_device(tmp_path: Path) -> None:
-    """CDI names show that an agent prepared a claim without file: it may hold any device, except by admin access."""
+    """A claim that an agent prepared (seen by its CDI names) and without a file may hold any device of any resource."""
     drivers = (None, D, OLD)
     for driver in (D, "0.example.com"):
         written.write(tmp_path, [claim("0", driver=driver)])
@@ -132,7 +132,7 @@ def test_a_claim_that_we_prepared_and_that_has_no_file_may_hold_any_device(tmp_p
 
 
 def test_a_file_that_goes_while_the_kubelet_names_its_claim_is_remembered(tmp_path: Path) -> None:
-    """A claim's file is removed while the claim state still names the claim: the claim holds its device until then."""
+    """A claim whose file is removed holds its device for as long as the claim state names the claim."""
     written.write(tmp_path, [claim("0")])
     file(tmp_path, "a")
     claims = of(tmp_path)
@@ -144,7 +144,7 @@ def test_a_file_that_goes_while_the_kubelet_names_its_claim_is_remembered(tmp_pa
 
 
 def test_administrative_access_holds_nothing(tmp_path: Path) -> None:
-    """Administrative access holds neither the device nor its nodes."""
+    """A claim with administrative access to a device holds neither the device nor its nodes."""
     seen = ClaimDevice(R, "a", admin=True, identity=seen_as("b", "char:240:0"))
     file(tmp_path, seen, ClaimDevice(R, "b", identity=seen_as("b", "char:240:1")))
     written.write(tmp_path, [claim("a", "b")])
@@ -154,7 +154,7 @@ def test_administrative_access_holds_nothing(tmp_path: Path) -> None:
 
 
 def test_a_renamed_device_is_known_by_what_it_is(tmp_path: Path) -> None:
-    """A claim's file has the tokens of its devices; tokens of another boot are not used, but the name still counts."""
+    """A claim holds the nodes and UUIDs in its file, if they are of this boot, and in any case the devices by name."""
     file(tmp_path, ClaimDevice(R, "a", identity=seen_as("b", "char:240:0", "uuid:1")), uid="uid-1")
     file(
         tmp_path,
@@ -184,14 +184,14 @@ def test_a_renamed_device_is_known_by_what_it_is(tmp_path: Path) -> None:
 def test_a_claim_that_the_kubelet_has_forgotten_holds_while_its_processes_run(
     tmp_path: Path, pods: list[str] | None, more: dict[str, Any], counts: bool
 ) -> None:
-    """A claim that the claim state no longer names holds its device while its pods' processes may run in this boot."""
+    """A claim missing from the claim state holds its device while its pods' processes may run, until a reboot."""
     file(tmp_path, "a", **more)
     written.write(tmp_path, [])
     assert holder(of(tmp_path, pods=pods), R, "a", D) == (held() if counts else "")
 
 
 def test_the_end_of_forgotten_processes_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The end of a forgotten claim's processes is noticed after `ENDING` seconds; only such a claim needs looks."""
+    """Every `ENDING` seconds the agent looks for processes of claims that are missing from the claim state."""
     now, looks, pods = [100.0], [0], {"pod-uid"}
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
 
@@ -213,7 +213,7 @@ def test_the_end_of_forgotten_processes_is_noticed(tmp_path: Path, monkeypatch: 
 
 
 def test_a_damaged_file_may_be_of_any_device(tmp_path: Path) -> None:
-    """A damaged file means that any device may be held, unless its driver is served here."""
+    """A damaged claim file means that a claim may hold any device, unless this agent serves the file's driver."""
     file(tmp_path, "a", driver=OLD)
     (tmp_path / "cdi" / "deviceplugin" / f"{OLD}_uid-1.claim").write_bytes(b"{")
     for named in ([], [claim("a", driver=OLD)]):
@@ -223,7 +223,7 @@ def test_a_damaged_file_may_be_of_any_device(tmp_path: Path) -> None:
 
 
 def test_a_directory_that_cannot_be_read_means_unknown(tmp_path: Path) -> None:
-    """If the CDI directory cannot be read, it is unknown whether a claim holds the device."""
+    """If the CDI directory, which has the claim files, cannot be read, it is unknown whether a claim holds a device."""
     written.write(tmp_path, [])
     (tmp_path / "cdi").write_bytes(b"")
     assert holder(of(tmp_path), R, "a", None).startswith(f"{UNKNOWN} whether a claim holds it: ")
@@ -237,7 +237,7 @@ def cdi_file(root: Path, driver: str, uid: str, **devices: Any) -> None:
 
 
 def test_the_nodes_of_another_vendors_claim_are_known_by_its_cdi_file(tmp_path: Path) -> None:
-    """Nodes of another vendor's claim are those of its CDI file, by number or by path; served drivers do not count."""
+    """The nodes of a claim of a driver that is not served here are read from its CDI file, by number or by path."""
     one, two = claim("a", driver=OLD), claim("b", uid="uid-2")
     written.write(tmp_path, [one, two])
     number = {"path": "/dev/x", "type": "c", "major": 240, "minor": 3}
@@ -253,7 +253,7 @@ def test_the_nodes_of_another_vendors_claim_are_known_by_its_cdi_file(tmp_path: 
 
 
 def test_a_claim_with_a_file_of_ours_and_another_drivers_device(tmp_path: Path) -> None:
-    """A claim of two drivers: one part is known by the agent's own file, the other by the vendor's CDI file."""
+    """A claim has devices of two drivers: one is known from the agent's claim file, the other from a CDI file."""
     both = claim("a", driver=OLD)
     both.drivers["nic.vendor.example"] = list(claim("n", driver="nic.vendor.example").drivers["nic.vendor.example"])
     written.write(tmp_path, [both])
@@ -269,7 +269,7 @@ def test_a_claim_with_a_file_of_ours_and_another_drivers_device(tmp_path: Path) 
 
 @pytest.mark.parametrize("text", [None, "{", "[]", '{"devices":[{"name":"claim_uid-1_r_a"}]}'])
 def test_a_cdi_file_that_tells_nothing(tmp_path: Path, text: str | None) -> None:
-    """A missing or damaged CDI file of another vendor's claim gives no nodes."""
+    """If the CDI file of another vendor's claim is missing or damaged, no nodes of the claim are known."""
     written.write(tmp_path, [claim("a", driver=OLD)])
     if text is not None:
         (tmp_path / "cdi").mkdir()
@@ -278,7 +278,7 @@ def test_a_cdi_file_that_tells_nothing(tmp_path: Path, text: str | None) -> None
 
 
 def test_an_unreadable_claim_state_ends_no_claim(tmp_path: Path) -> None:
-    """If the claim state becomes unreadable, the nodes of its claims stay known."""
+    """If the claim state becomes unreadable, the claims that it named still hold their nodes."""
     written.write(tmp_path, [claim("a", driver=OLD)])
     cdi_file(tmp_path, OLD, "uid-1", **{"claim_uid-1_r_a": {"path": "/dev/x", "type": "b", "major": 7, "minor": 1}})
     claims = of(tmp_path, D)
@@ -316,7 +316,7 @@ def test_a_damaged_claim_state_means_unknown(tmp_path: Path, damage: str) -> Non
 
 
 def test_a_kubelet_without_claim_state_has_the_claims_that_files_name(tmp_path: Path) -> None:
-    """Without a claim state no claim is known, except those that claim files name: they hold their devices."""
+    """Without a claim state, only the claims that have a claim file hold devices."""
     (tmp_path / "plugins" / D).mkdir(parents=True)
     claims = of(tmp_path, pods=[])
     assert holder(claims, R, "a", D) == ""
@@ -325,7 +325,7 @@ def test_a_kubelet_without_claim_state_has_the_claims_that_files_name(tmp_path: 
 
 
 def test_each_change_of_the_claim_state_is_noticed(tmp_path: Path) -> None:
-    """Each change of the claim state counts at once: new claims hold their devices, unprepared ones do not."""
+    """Each change of the claim state counts at once: new claims hold their devices, and removed claims do not."""
     claims = of(tmp_path)
     file(tmp_path, "a", uid="a")
     file(tmp_path, "b", uid="b")
@@ -339,7 +339,7 @@ def test_each_change_of_the_claim_state_is_noticed(tmp_path: Path) -> None:
 
 
 def test_each_change_of_a_claims_file_is_noticed(tmp_path: Path) -> None:
-    """Each change of a claim's file is noticed, also within one tick of the file system's clock."""
+    """Each change of a claim's file is noticed at once, also if changes follow each other closely."""
     written.write(tmp_path, [claim("a")])
     claims = of(tmp_path)
     now = time.time_ns() + 3600 * 10**9  # later than any clock tick of this test
@@ -354,7 +354,7 @@ def test_each_change_of_a_claims_file_is_noticed(tmp_path: Path) -> None:
 
 
 def register(claims: OrphanedClaims) -> Register:
-    """Return a register that knows these claims only."""
+    """Return a register that knows no holders except these claims."""
 
     class Host(RegisterHost):
         def foreign_uses(self) -> tuple[Use, ...]:
@@ -426,7 +426,7 @@ async def test_a_grant_looks_at_the_claim_state_again(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("quantity", ["10", "10Gi", "100m"])
 def test_quantities_of_counters_are_read(tmp_path: Path, quantity: str) -> None:
-    """`Device.consumes` takes quantities such as 10Gi."""
+    """A claim file may have amounts of a shared counter as quantities such as 10Gi."""
     file(tmp_path, ClaimDevice(R, "a", amount=Amount("1", (("chip", "memory", quantity),))), driver=OLD)
     written.write(tmp_path, [claim("a", driver=OLD)])
     assert holder(of(tmp_path), R, "a", None) == held(OLD)

@@ -35,7 +35,7 @@ from deviceplugin.wire.podresources_pb2_grpc import (
 
 
 def test_list_names_pods_and_the_use_of_claims() -> None:
-    """Each device that a container uses through a claim is reported with the container."""
+    """The report has each pod, and each device that a container uses through a claim, with the container."""
     used = pb.DynamicResource(
         claim_name="c",
         claim_resources=[pb.ClaimResource(driver_name="d", pool_name="p", device_name=one) for one in ("a", "b")],
@@ -52,7 +52,7 @@ def test_list_names_pods_and_the_use_of_claims() -> None:
 
 
 async def test_list_waits_for_allocations_in_flight() -> None:
-    """`List` waits while an own Allocate is in flight or was a moment ago."""
+    """The agent waits with `List` while it answers an Allocate, and for a moment after that."""
     in_flight = AllocationsInFlight()
     await in_flight.wait()
     before = time.monotonic()
@@ -71,7 +71,7 @@ async def test_list_waits_for_allocations_in_flight() -> None:
 
 
 async def test_other_work_lets_allocations_in_flight_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Work that can wait lets Allocate calls in flight, and those that follow at once, go first, for a limited time."""
+    """Other work waits, for a limited time, until no Allocate is in flight and none has followed for a moment."""
     in_flight = AllocationsInFlight()
     await in_flight.pause()
     monkeypatch.setattr(AllocationsInFlight, "LONGEST_PAUSE", 60.0)
@@ -134,7 +134,7 @@ async def test_a_kubelet_that_others_ask_too_often(
 
 
 async def test_a_kubelet_that_hangs(fake_kubelet: FakeKubelet, tmp_path: Path) -> None:
-    """A kubelet that takes connections and does not answer gives no report, until it answers again."""
+    """While a kubelet accepts connections but does not answer, `list` returns None; later it returns a report."""
     service = PodResources(tmp_path / "hangs.sock", timeout=0.2)
     with socket.socket(socket.AF_UNIX) as bound:
         bound.bind(str(service.socket))
@@ -150,7 +150,7 @@ async def test_a_kubelet_that_hangs(fake_kubelet: FakeKubelet, tmp_path: Path) -
 
 
 async def test_kubelet_that_cannot_be_asked(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A kubelet that cannot be reached gives no report; the log names the socket and the error."""
+    """If the kubelet cannot be reached, `list` returns None, and the log names the socket and the error."""
     caplog.set_level("INFO")
     service = PodResources(tmp_path / "none.sock", timeout=1.0)
     assert await service.list() is None
@@ -159,14 +159,14 @@ async def test_kubelet_that_cannot_be_asked(tmp_path: Path, caplog: pytest.LogCa
 
 
 class Lister(PodResourcesListerServicer):
-    """Answers `List`, one of three methods, with an empty message."""
+    """A PodResources service that has only one of the three methods: `List` returns an empty message."""
 
     async def List(self, request: object, context: object) -> Any:  # noqa: N802  # the API's name
         return pb.ListPodResourcesResponse()
 
 
 async def test_a_server_keeps_no_task_for_each_method(tmp_path: Path) -> None:
-    """A server keeps no task for each method: an agent with 64 resources has over 800 methods, few of them in use."""
+    """A gRPC server keeps no task for each method: an agent with 64 resources has over 800, and few are in use."""
     server, address = grpc.aio.server(), unix_address(tmp_path / "s")
     add_PodResourcesListerServicer_to_server(Lister(), methods_by_name(server))  # type: ignore[abstract]
     server.add_insecure_port(address)

@@ -1,4 +1,4 @@
-"""How a resource is kept registered: the decisions, then against a kubelet that misbehaves."""
+"""How the agent keeps a resource registered with the kubelet: its decisions, and tests with a fake kubelet."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ def source(count: int = 2, resource: str = R) -> SimulatedSource:
 
 
 def sockets(kubelet: FakeKubelet) -> set[str]:
-    """The plugins' sockets in the device plugin directory."""
+    """Return the names of the plugins' sockets in the device plugin directory."""
     return {path.name for path in kubelet.device_plugin_dir.glob("*.sock")} - {"kubelet.sock"}
 
 
 async def test_a_burst_of_allocations_is_one_look_for_another_plugin(fake_kubelet: FakeKubelet) -> None:
-    """200 wake-ups in a short time cause at most one look for another plugin in each interval of `LOOK` seconds."""
+    """If a resource's loop is woken 200 times, it looks for another plugin at most once in `LOOK` seconds."""
     looks: list[float] = []
 
     class Host(EndpointHost):
@@ -89,7 +89,7 @@ async def test_a_burst_of_allocations_is_one_look_for_another_plugin(fake_kubele
 
 
 async def test_sockets_of_this_agents_other_resources_wake_no_loop(fake_kubelet: FakeKubelet) -> None:
-    """A new socket of another resource of this agent does not wake the loop of a resource; another plugin's does."""
+    """A new socket of another plugin wakes a resource's loop; a new socket of the agent's other resources does not."""
     looks = asyncio.Event()
 
     class Host(EndpointHost):
@@ -105,7 +105,7 @@ async def test_sockets_of_this_agents_other_resources_wake_no_loop(fake_kubelet:
     try:
         with reading({directory: all_of}) as watch:
             for name in ("other-0123abcd.sock", "foreign.sock"):
-                while await watch.wait(2 * LOOK):  # Until the loop rests: no change for a while.
+                while await watch.wait(2 * LOOK):  # until the directory has not changed for a while
                     pass
                 looks.clear()
                 with socket.socket(socket.AF_UNIX) as bound:
@@ -123,7 +123,7 @@ async def test_sockets_of_this_agents_other_resources_wake_no_loop(fake_kubelet:
 
 
 async def test_a_socket_that_is_made_again_before_register_counts_as_served(fake_kubelet: FakeKubelet) -> None:
-    """A socket is deleted while its resource waits to register: it is made again, and Register is called once."""
+    """If a socket is deleted while its resource waits to register, it is made again, and Register is called once."""
 
     class Unwatched(PluginDirectory):
         def add(self, reader: object) -> None:
@@ -137,7 +137,7 @@ async def test_a_socket_that_is_made_again_before_register_counts_as_served(fake
         while not sockets(fake_kubelet):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         for _ in range(20):
-            await asyncio.sleep(0.01)  # The registration waits for its turn to register.
+            await asyncio.sleep(0.01)  # the resource waits for its turn to register
         for name in sockets(fake_kubelet):
             (directory.path / name).unlink()
     await asyncio.to_thread(fake_kubelet.wait_devices, R, 1)
@@ -168,7 +168,7 @@ async def test_resources_share_a_read_of_the_checkpoint(
 
 
 async def test_a_list_that_is_sent_while_the_checkpoint_is_read_is_no_other_plugins(fake_kubelet: FakeKubelet) -> None:
-    """A list that is sent while the checkpoint is read is compared as well: the checkpoint names no other plugin."""
+    """A checkpoint with a list that the agent sent while it read the checkpoint is no sign of another plugin."""
     looked = asyncio.Event()
 
     class Host(EndpointHost):
@@ -201,7 +201,7 @@ async def test_a_list_that_is_sent_while_the_checkpoint_is_read_is_no_other_plug
     assert host.said == ""
 
 
-# The next step.
+# Which step follows from what is seen.
 
 
 def seen(
@@ -218,7 +218,7 @@ def seen(
 
 
 def test_all_is_well() -> None:
-    """If the resource is registered with the present kubelet, and the kubelet listens, there is nothing to do."""
+    """If the resource is registered with the present kubelet, and the kubelet listens, the step is REST."""
     assert next_step(seen(), 5.0) is Step.REST
 
 
@@ -256,7 +256,7 @@ _seen = st.builds(Seen, _identities, *[st.booleans()] * 3, _identities, st.float
 
 @given(_seen)
 def test_rests_only_when_the_kubelet_can_use_it(now: Seen) -> None:
-    """The step is REST only with a live stream of the present kubelet, and REGISTER only with a kubelet and devices."""
+    """The step is REST only with a live stream of the present kubelet, and REGISTER only with a kubelet and a list."""
     step = next_step(now, 5.0)
     if step is Step.REST:
         assert now.kubelet == now.registered is not None
@@ -268,7 +268,7 @@ def test_rests_only_when_the_kubelet_can_use_it(now: Seen) -> None:
 
 
 def test_backoff_doubles_with_jitter_up_to_its_most() -> None:
-    """Delays double up to their maximum; each is between half and the whole of that value."""
+    """The upper bound of a delay doubles up to a maximum; the delay is between half of the bound and the bound."""
     backoff = Backoff(first=1.0, most=8.0)
     for whole in (1.0, 2.0, 4.0, 8.0, 8.0):
         assert whole / 2 <= backoff.next() <= whole
@@ -286,7 +286,7 @@ _resources = st.builds("{}.com/{}".format, _labels, st.from_regex(r"[A-Za-z0-9][
 
 @given(_resources, st.sampled_from(["/var/lib/kubelet/device-plugins", "/d", "/" + "x" * 80]))
 def test_socket_path_always_fits(resource: str, directory: str) -> None:
-    """For any resource name the socket's path fits 107 bytes and is a plain file name."""
+    """For any resource name the socket's path has at most 107 bytes, and its file name only plain characters."""
     name = socket_name(resource, directory, "0" * 8)
     assert len(f"{directory}/{name}".encode()) <= MAX_SOCKET_PATH
     assert re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*\.sock", name)
@@ -294,7 +294,7 @@ def test_socket_path_always_fits(resource: str, directory: str) -> None:
 
 @given(st.lists(_resources, min_size=2, max_size=2, unique=True))
 def test_two_resources_never_share_a_name(resources: list[str]) -> None:
-    """Two resources never have one socket name, also if a long name is cut or a character is replaced."""
+    """Two resources never have the same socket name, also if a long name is cut or a character is replaced."""
     one, two = resources
     assert slug(one) != slug(two)
     directory = "/" + "x" * 79
@@ -302,17 +302,17 @@ def test_two_resources_never_share_a_name(resources: list[str]) -> None:
 
 
 def test_directory_without_room_is_an_error_that_names_it() -> None:
-    """A directory whose own path leaves no room for a socket is an error, not a truncated name."""
+    """A directory with a path too long for a socket in it is an error that says so."""
     directory = "/" + "x" * 90
     with pytest.raises(RegistrationError, match="too long for a unix socket"):
         socket_name(R, directory, "0" * 8)
 
 
-# One instance for each resource of a node.
+# The lock, which lets one process at a time serve a resource.
 
 
 def test_lock_is_held_by_one(tmp_path: Path) -> None:
-    """A second instance gets no lock and learns the owner's pid; it gets the lock when the first one releases it."""
+    """A second instance of a resource's lock gets the owner's pid, and the lock only when the first has released it."""
     one, two = InstanceLock(tmp_path, R), InstanceLock(tmp_path, R)
     assert one.acquire()
     assert one.acquire()
@@ -325,7 +325,7 @@ def test_lock_is_held_by_one(tmp_path: Path) -> None:
 
 
 def test_lock_on_a_removed_file_is_taken_again(tmp_path: Path) -> None:
-    """If the lock file is removed, the lock is no longer held, and can be taken again."""
+    """If the lock file is removed, the lock counts as lost and can be taken again."""
     lock = InstanceLock(tmp_path, R)
     assert lock.acquire()
     lock.path.unlink()
@@ -347,7 +347,7 @@ def test_locks_of_two_resources_are_two(tmp_path: Path) -> None:
 
 
 def test_lock_where_nothing_can_be_written_says_so(tmp_path: Path) -> None:
-    """A lock file that cannot be created is an error that names the file and says what is needed."""
+    """If the lock file cannot be created, an error names the file and says what is needed."""
     lock = InstanceLock(tmp_path / "missing", R)
     with pytest.raises(RegistrationError, match=rf"^{re.escape(str(lock.path))}: .*needs write access.*free space"):
         lock.acquire()
@@ -356,7 +356,7 @@ def test_lock_where_nothing_can_be_written_says_so(tmp_path: Path) -> None:
 def test_full_disk_at_the_first_start(
     fake_kubelet: FakeKubelet, served: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A full disk has no room for the text in the lock file: the resource is registered, and the lock still holds."""
+    """If the disk is too full for the lock file's text, the resource is registered, and the lock still works."""
 
     def full(*_: object) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -370,7 +370,7 @@ def test_full_disk_at_the_first_start(
 
 
 def test_identity_tells_a_new_file_of_the_same_name(tmp_path: Path) -> None:
-    """A new file of the same name has another identity, even on the same inode."""
+    """A new file of the same name has another file identity, even on the same inode."""
     path = tmp_path / "f"
     assert file_identity(path) is None
     path.touch()
@@ -381,7 +381,7 @@ def test_identity_tells_a_new_file_of_the_same_name(tmp_path: Path) -> None:
     assert file_identity(path) not in (None, before)
 
 
-# Against a kubelet.
+# Tests with a fake kubelet.
 
 
 def test_directory_that_is_none_is_said(tmp_path: Path) -> None:
@@ -393,7 +393,7 @@ def test_directory_that_is_none_is_said(tmp_path: Path) -> None:
 
 
 def test_dead_socket_of_before_a_reboot_is_replaced(kubelet_root: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A kubelet.sock without a listener is logged once and tried more and more slowly; the next kubelet is found."""
+    """A kubelet.sock that no kubelet listens on is logged once and tried again; the next kubelet is found."""
     caplog.set_level(logging.INFO, "deviceplugin")
     with FakeKubelet(kubelet_root) as kubelet:
         kubelet.stop()
@@ -410,7 +410,7 @@ def test_dead_socket_of_before_a_reboot_is_replaced(kubelet_root: Path, caplog: 
 
 
 def test_directory_that_is_made_anew_is_served_in(fake_kubelet: FakeKubelet, served: Serve) -> None:
-    """The device plugin directory is removed and created again: the resource is registered again."""
+    """If the device plugin directory is removed and created again, the resource is registered again."""
     served(source())
     fake_kubelet.stop()
     while fake_kubelet.device_plugin_dir.exists():  # the agent may create its socket in it meanwhile
@@ -422,7 +422,7 @@ def test_directory_that_is_made_anew_is_served_in(fake_kubelet: FakeKubelet, ser
 
 
 def test_serves_and_then_registers(fake_kubelet: FakeKubelet, served: Serve) -> None:
-    """Register names the version, the socket's file name and the options, and the kubelet can dial at once."""
+    """Register has the API version, the socket's file name and the options; by then the plugin serves on the socket."""
     served(source())
     registration = fake_kubelet.wait_registered(R)
     assert registration.request.version == "v1beta1"
@@ -453,7 +453,7 @@ def test_waits_for_a_kubelet_that_is_not_there_and_says_so_once(
 
 
 def test_waits_for_a_directory_that_is_not_there(kubelet_root: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """While the device plugin directory is missing, the log names it and the options; the agent registers later."""
+    """If the device plugin directory is missing, the log names it and the options for it, and the agent waits."""
     with FakeKubelet(kubelet_root) as kubelet:
         kubelet.stop()
         for path in kubelet.device_plugin_dir.iterdir():
@@ -489,7 +489,7 @@ def test_registers_again_when_a_stream_is_dropped(
 
 
 def test_streams_that_drop_for_ever_are_not_hurried(fake_kubelet: FakeKubelet, served: Serve) -> None:
-    """A kubelet that drops every stream is registered with more and more slowly (kubernetes#124716)."""
+    """If the kubelet drops every stream, the agent registers more and more slowly (kubernetes#124716)."""
     served(source())
     for count in range(2, 8):
         drop_stream(fake_kubelet)
@@ -502,7 +502,7 @@ def test_streams_that_drop_for_ever_are_not_hurried(fake_kubelet: FakeKubelet, s
 def test_kubelet_that_takes_the_registration_but_does_not_listen(
     fake_kubelet: FakeKubelet, served: Serve, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """If no ListAndWatch comes within `patience` after Register, the resource is registered again."""
+    """If the kubelet does not call ListAndWatch within `patience` after Register, the resource is registered again."""
     agent = served(source(), timing=RegistrationTiming(patience=0.1))
     fake_kubelet.wait_until(lambda: len(fake_kubelet.updates(R)) == 1)
     agent.agent.services[R].endpoint.streams.begun = 0  # as if the kubelet had never called ListAndWatch
@@ -530,7 +530,7 @@ def test_refused_registration_is_said_and_tried_again(
 
 
 def test_frozen_kubelet_costs_nobody_else_anything(fake_kubelet: FakeKubelet, served: Serve) -> None:
-    """A Register that gets no answer is given up; the resource is registered once the kubelet answers again."""
+    """A Register call without an answer is given up; the resource is registered once the kubelet answers again."""
     agent = served(source(), timing=RegistrationTiming(register=0.1, stream=0.1))
     fake_kubelet.freeze()
     fake_kubelet.recreate_socket()
@@ -544,7 +544,7 @@ def test_frozen_kubelet_costs_nobody_else_anything(fake_kubelet: FakeKubelet, se
 
 
 def test_old_stream_ends_before_the_new_registration(fake_kubelet: FakeKubelet, served: Serve) -> None:
-    """After each new registration exactly one stream is open: the old one has ended first."""
+    """After each new registration exactly one ListAndWatch stream is open, as the old stream has ended."""
     served(source())
     for count in range(2, 6):
         fake_kubelet.recreate_socket()
@@ -555,7 +555,7 @@ def test_old_stream_ends_before_the_new_registration(fake_kubelet: FakeKubelet, 
 
 
 def test_many_resources_register_one_after_another(fake_kubelet: FakeKubelet, served: Serve) -> None:
-    """Register is serialised between the resources of a process."""
+    """The resources of a process call Register one after the other."""
     names = [f"example.com/r{number}" for number in range(8)]
     fake_kubelet.register_delay = 0.01
     served(*(source(1, name) for name in names))
@@ -571,7 +571,7 @@ def test_many_resources_register_one_after_another(fake_kubelet: FakeKubelet, se
 def test_registers_without_a_pause_share_a_channel_until_one_fails(
     fake_kubelet: FakeKubelet, served: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A restart of the kubelet costs few connections for all resources; a failed channel is not used again."""
+    """For a new kubelet socket the resources share few channels; after a failed Register a new channel is made."""
     made: list[str] = []
     channel = grpc.aio.insecure_channel
 
@@ -581,7 +581,7 @@ def test_registers_without_a_pause_share_a_channel_until_one_fails(
 
     names = [f"example.com/r{number}" for number in range(8)]
     served(*(source(1, name) for name in names))
-    fake_kubelet.register_delay = 0.05  # All other resources wait before the first has registered.
+    fake_kubelet.register_delay = 0.05  # so that all other resources wait while the first registers
     monkeypatch.setattr(grpc.aio, "insecure_channel", note)
     for refused in (0, 1):
         for name in names:
@@ -594,9 +594,9 @@ def test_registers_without_a_pause_share_a_channel_until_one_fails(
 
 
 def test_kubelet_restart_while_others_wait_for_their_turn(fake_kubelet: FakeKubelet, served: Serve) -> None:
-    """A kubelet restarts while resources wait to register: sockets that it deleted are not registered.
+    """If the kubelet restarts while resources wait to register, the sockets that it deleted are not registered.
 
-    The kubelet would dial a lost socket for 10 s, and all other resources would wait as long.
+    The kubelet would dial a deleted socket for 10 s, and all other resources would wait for as long.
     """
     names = [f"example.com/r{number}" for number in range(8)]
     served(*(source(1, name) for name in names))
@@ -612,7 +612,7 @@ def test_kubelet_restart_while_others_wait_for_their_turn(fake_kubelet: FakeKube
 
 
 def test_register_at_a_kubelet_that_is_replaced_meanwhile_is_given_up(fake_kubelet: FakeKubelet, served: Serve) -> None:
-    """A kubelet that hangs in Register is replaced: the resource is registered with the next one within 3 s."""
+    """If a kubelet that hangs in Register restarts, the resource is registered with the new kubelet within 3 s."""
     agent = served(source())
     fake_kubelet.register_delay = 60.0
     fake_kubelet.recreate_socket()
@@ -623,7 +623,7 @@ def test_register_at_a_kubelet_that_is_replaced_meanwhile_is_given_up(fake_kubel
 
 
 def test_second_instance_takes_over_when_the_first_ends(fake_kubelet: FakeKubelet, served: Serve) -> None:
-    """A second instance waits for the first one to end and then registers, as in a rolling update."""
+    """A second agent of a resource registers when the first agent ends, as in a rolling update."""
     first = served(source())
     second = served(source(3), timeout=None)
     first.stop()
@@ -632,7 +632,7 @@ def test_second_instance_takes_over_when_the_first_ends(fake_kubelet: FakeKubele
 
 
 def test_foreign_sockets_are_never_touched(fake_kubelet: FakeKubelet, served: Serve) -> None:
-    """Sockets of other plugins stay, dead or alive; the dead socket of an instance of this resource is removed."""
+    """The agent removes the dead socket of an earlier agent of its resource, and no socket of another plugin."""
     directory = fake_kubelet.device_plugin_dir
     own = socket_name(R, str(directory), "0" * 8)
     names = {
@@ -640,7 +640,7 @@ def test_foreign_sockets_are_never_touched(fake_kubelet: FakeKubelet, served: Se
         own.replace("-00000000", "-0000"): False,
         own.replace("-00000000", "-notahexa"): False,
         socket_name(R + "x", str(directory), "0" * 8): False,
-        own.replace("00000000", "11111111"): True,  # an instance listens on it
+        own.replace("00000000", "11111111"): True,  # a process listens on it
         own: False,
     }
     with contextlib.ExitStack() as stack:
@@ -657,7 +657,7 @@ def test_foreign_sockets_are_never_touched(fake_kubelet: FakeKubelet, served: Se
 
 
 def test_directory_that_may_not_be_written_is_an_error(kubelet_root: Path) -> None:
-    """A lock file that cannot be written in the device plugin directory raises RegistrationError."""
+    """If the lock file cannot be written in the device plugin directory, the registration raises RegistrationError."""
     with FakeKubelet(kubelet_root) as kubelet:
         kubelet.stop()
         inventory = Inventory(R)
@@ -676,7 +676,7 @@ def test_directory_that_may_not_be_written_is_an_error(kubelet_root: Path) -> No
 
 
 def test_lock_of_another_process_is_said_with_its_owner(kubelet_root: Path) -> None:
-    """A lock that another process keeps raises RegistrationError after `takeover` seconds."""
+    """If another process keeps the lock for `takeover` seconds, the registration raises RegistrationError."""
     inventory = Inventory(R)
     inventory.publish([Device("a")])
     registration = PluginRegistration(
@@ -695,7 +695,7 @@ def test_lock_of_another_process_is_said_with_its_owner(kubelet_root: Path) -> N
 
 
 def drop_stream(kubelet: FakeKubelet) -> None:
-    """Wait for the open stream, and end it."""
+    """Wait until the ListAndWatch stream of the newest registration is open, and end the stream."""
     kubelet.wait_until(lambda: len(kubelet.updates(R)) == len(kubelet.registrations))
     kubelet.drop_streams(R)
 

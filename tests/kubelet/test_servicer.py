@@ -69,12 +69,12 @@ class Source(DeviceSource):
     resource = R
 
     def watch(self) -> Iterator[Sequence[Device]]:
-        """Not called by these tests."""
+        """Never called: the tests publish devices themselves."""
         yield []
 
 
 class Shared(Source):
-    """Offers each device as the given number of replicas, and records the devices that are reset."""
+    """A source that offers each device as `replicas` replicas, and records the devices that it resets."""
 
     def __init__(self, replicas: int) -> None:
         self.replicas = replicas
@@ -107,7 +107,7 @@ class Changing(Slow):
 
 
 class Granting(MemoryStore):
-    """A store that records at once, that waits until a test sets `go_on`, or that fails with `error`."""
+    """A store of grants; a test can make it wait, by clearing `go_on`, or fail, by setting `error`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ class Served(RegisterHost, EndpointHost):
         self.store = Granting()
         self.unknown: dict[str, str] = {}
         self.files: tuple[Use, ...] = ()
-        """The uses in the files of other drivers; the register sees them after `reread`."""
+        """What claims of other drivers hold, as their files say; the register sees it after `reread`."""
         self.foreign: tuple[Use, ...] = ()
         self.services = {R: cast("ResourceDevices", self)}
         self.register = Register(self, self.store)
@@ -158,14 +158,14 @@ class Served(RegisterHost, EndpointHost):
         return self.foreign
 
     async def reread(self, *, checkpoint: bool = True) -> None:
-        """Read the files of other drivers."""
+        """Let the register see what the files of other drivers say."""
         self.foreign = self.files
 
     def draining(self) -> Collection[str]:
         return self.avoided
 
     def granted(self) -> None:
-        """Count a grant."""
+        """Count the calls of this method; the endpoint calls it after each grant."""
         self.calls += 1
 
     def forget_allocations(self) -> None:
@@ -175,7 +175,7 @@ class Served(RegisterHost, EndpointHost):
 
     @property
     def granted_ids(self) -> list[str]:
-        """The ids that were granted, in the order of the grants."""
+        """Return the granted device ids, in the order of the grants."""
         return [one.device_id for one in self.register.snapshot.allocations.values()]
 
     def publish(self, *devices: Device | str) -> None:
@@ -213,7 +213,7 @@ class Lists:
         self.call = call
 
     async def next(self) -> dict[str, str]:
-        """The next list: health by id."""
+        """Return the health of each device id in the next list."""
         async with asyncio.timeout(HANGS):
             message = await self.call.read()
         assert message is not EOF
@@ -261,7 +261,7 @@ def refused(code: grpc.StatusCode, *texts: str) -> Iterator[None]:
 
 
 async def test_options_say_what_is_there(serve: Serve) -> None:
-    """PreStartContainer is required with `reset` or with a symlink to a device; preferences are always available."""
+    """PreStartContainer is required if the source has `reset`, or a device's path is a symlink."""
 
     class Resetting(Source):
         resource = "example.com/s"
@@ -282,7 +282,7 @@ async def test_options_say_what_is_there(serve: Serve) -> None:
 
 
 async def test_a_held_stick_that_is_away_has_the_kubelet_ask_before_a_start(serve: Serve) -> None:
-    """A held device is not listed: PreStartContainer is required after the first list, and refused for the device."""
+    """If a pod holds a device that the source does not list, PreStartContainer is required, and refused for it."""
     served = await serve(Source())
     stick = AllocationRecord(R, "a", "a", 1.0, 1, identity=seen_as(boot_id(), "char:240:1", "hardware:usb:A#"))
     await served.register.store.do(lambda _: Decision(None, (Change("allocations", (R, "a"), stick),)))
@@ -297,7 +297,7 @@ async def test_a_held_stick_that_is_away_has_the_kubelet_ask_before_a_start(serv
 
 
 async def test_every_change_is_sent_once(serve: Serve) -> None:
-    """The list is sent at once, and again after each change that the kubelet can see; other changes send no list."""
+    """The list is sent at once, and again after each change of ids or health; after other changes it is not sent."""
     served = await serve(Source(), "a", "b")
     async with served.listening() as lists:
         assert await lists.next() == {"a": "Healthy", "b": "Healthy"}
@@ -311,7 +311,7 @@ async def test_every_change_is_sent_once(serve: Serve) -> None:
 
 
 async def test_changes_are_coalesced(serve: Serve) -> None:
-    """Changes that follow each other closely are sent as one list, the newest."""
+    """If devices change several times in quick succession, only the newest list is sent."""
     served = await serve(Source(), "a")
     async with served.listening() as lists:
         await lists.next()
@@ -323,7 +323,7 @@ async def test_changes_are_coalesced(serve: Serve) -> None:
 
 
 async def test_nothing_is_sent_before_the_first_list(serve: Serve) -> None:
-    """Before the source's first list nothing is sent; an empty first list is sent."""
+    """No list is sent before the source has given its first list; an empty first list is sent."""
     served = await serve(Source())
     async with served.listening() as lists:
         reading = asyncio.create_task(lists.next())
@@ -335,7 +335,7 @@ async def test_nothing_is_sent_before_the_first_list(serve: Serve) -> None:
 
 
 async def test_vanished_device_is_sent_unhealthy(serve: Serve) -> None:
-    """A device that vanishes stays in the list as unhealthy until it is forgotten: else the kubelet would crash."""
+    """A device that vanishes is listed as unhealthy until the agent forgets it: else the kubelet would crash."""
     served = await serve(Source(), "a", "b")
     async with served.listening() as lists:
         await lists.next()
@@ -363,7 +363,7 @@ async def test_numa_nodes_are_sent_unless_left_out(serve: Serve) -> None:
 async def test_too_large_list_is_not_sent_and_said(
     serve: Serve, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A list above the size limit is not sent, and an error has its number of devices; a smaller list is sent."""
+    """A list above the size limit is not sent, and the log has an error; the next list below the limit is sent."""
     monkeypatch.setattr("deviceplugin.kubelet.device_list.MAX_LIST_BYTES", 100)
     served = await serve(Source(), "a")
     async with served.listening() as lists:
@@ -380,7 +380,7 @@ async def test_too_large_list_is_not_sent_and_said(
 
 
 async def test_four_mebibytes_are_the_limit(serve: Serve) -> None:
-    """The limit is 4 MiB, gRPC's default; 50,000 devices with long ids fit into one message."""
+    """A list may have up to 4 MiB, gRPC's default limit; 50,000 devices with long ids fit into it."""
     served = await serve(Source(), *(Device(f"device-{number:050}", numa=0) for number in range(50_000)))
     async with served.listening() as lists:
         message = await lists.call.read()  # without a timeout: only the size is tested
@@ -390,7 +390,7 @@ async def test_four_mebibytes_are_the_limit(serve: Serve) -> None:
 
 
 async def test_streams_end_when_told(serve: Serve) -> None:
-    """`ListStreams.end` ends every stream, and the end of the last one is reported."""
+    """`ListStreams.end` ends every stream; after the end of the last stream the function given to `start` is called."""
     served = await serve(Source(), "a")
     ends = []
     served.endpoint.streams.start(lambda: ends.append(served.endpoint.streams.live))
@@ -406,7 +406,7 @@ async def test_streams_end_when_told(serve: Serve) -> None:
 
 
 async def test_stream_that_begins_while_closing_ends_at_once(serve: Serve) -> None:
-    """A stream that begins after `stop` ends at once, so that it does not delay the plugin's end."""
+    """A ListAndWatch stream that begins after `stop` ends at once, so that it does not delay the plugin's end."""
     served = await serve(Source(), "a")
     served.endpoint.streams.stop()
     async with served.listening() as lists:
@@ -414,7 +414,7 @@ async def test_stream_that_begins_while_closing_ends_at_once(serve: Serve) -> No
 
 
 async def test_kubelet_that_leaves_is_noticed(serve: Serve) -> None:
-    """A stream that the kubelet cancels ends at once, without waiting for the next change."""
+    """A ListAndWatch stream that the kubelet cancels ends at once, not only at the next change of devices."""
     served = await serve(Source(), "a")
     ended = asyncio.Event()
     served.endpoint.streams.start(ended.set)
@@ -429,7 +429,7 @@ async def test_kubelet_that_leaves_is_noticed(serve: Serve) -> None:
 
 
 async def test_allocate_gives_everything_a_device_carries(serve: Serve) -> None:
-    """An answer has its devices' variables, nodes with permissions, mounts, annotations and CDI names, by container."""
+    """The response has each container's edits: its devices' variables, nodes, mounts, annotations and CDI names."""
     edits = ContainerEdits({"A": "1"}, [], [Mount("/h", "/c"), Mount("/h2", "/c2", False)], {"k": "v"}, ["v.com/c=a"])
     served = await serve(Source(), Device("a", nodes=["/dev/a", DeviceNode("/dev/x", "/dev/y", "r")], edits=edits), "b")
     first, second = await served.allocate("a", "b")
@@ -493,7 +493,7 @@ async def test_repeated_ids_are_found_in_linear_time(serve: Serve) -> None:
 
 
 async def test_ids_in_errors_are_printable(serve: Serve) -> None:
-    """In an error an id of a request has its control characters escaped, and is cut to a limited length."""
+    """An error about a requested id shows it with escaped control characters, and cuts it if it is long."""
     served = await serve(Source(), "a")
     with refused(grpc.StatusCode.INVALID_ARGUMENT, "there is no device x\\x1b[31m"):
         await served.allocate(f"x\x1b[31m{'y' * 9000}")
@@ -518,7 +518,7 @@ async def test_replicas_lead_to_their_device(serve: Serve) -> None:
 
 
 async def test_edits_hook_adds_and_wins(serve: Serve) -> None:
-    """The `edits` hook gets all devices of the container; its variables win where the devices' own differ."""
+    """The `edits` hook gets all devices of the container; variables that it returns replace those of the devices."""
 
     class Editing(Source):
         async def edits(self, devices: Sequence[Device]) -> ContainerEdits:
@@ -533,7 +533,7 @@ async def test_edits_hook_adds_and_wins(serve: Serve) -> None:
 
 
 async def test_hooks_get_devices_in_natural_order(serve: Serve) -> None:
-    """The kubelet names ids in any order: `edits`, `reset` and `prefer` get the devices sorted, 9 before 10."""
+    """The hooks `edits`, `reset` and `prefer` get a request's devices sorted, with 9 before 10."""
     calls: list[list[str]] = []
 
     class Noting(Source):
@@ -558,7 +558,7 @@ async def test_hooks_get_devices_in_natural_order(serve: Serve) -> None:
 
 
 async def test_mounts_of_device_metadata_are_in_the_answer(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With `metadata` the answer mounts the metadata files; if the files cannot be written, nothing is granted."""
+    """With `metadata` the response mounts the devices' metadata files; if writing them fails, nothing is granted."""
 
     class Described(Source):
         metadata = True
@@ -585,7 +585,7 @@ async def test_mounts_of_device_metadata_are_in_the_answer(serve: Serve, monkeyp
 
 
 async def test_contradicting_devices_are_refused(serve: Serve) -> None:
-    """Two devices with different values of one variable are refused for one container; the error names both and it."""
+    """A container cannot get two devices with different values of a variable; the error names devices and variable."""
     served = await serve(Source(), *(Device(name, edits=ContainerEdits(env={"ID": name})) for name in "ab"))
     with refused(grpc.StatusCode.FAILED_PRECONDITION, "a, b", "'ID'"):
         await served.allocate("a b")
@@ -593,7 +593,7 @@ async def test_contradicting_devices_are_refused(serve: Serve) -> None:
 
 
 class Hanging(Source):
-    """A source whose `edits` hangs, raises or returns a wrong value, by the id of the device."""
+    """A source whose `edits` hangs, raises or returns a wrong value, depending on the id of the device."""
 
     hook_timeout = 0.05
 
@@ -608,14 +608,14 @@ class Hanging(Source):
         if devices[0].id == "raises":
             raise OSError("no such hardware")
         if devices[0].id == "odd":
-            return ContainerEdits(env={"A": "\ud800"})  # no UTF-8
+            return ContainerEdits(env={"A": "\ud800"})  # cannot be encoded as UTF-8
         if devices[0].id == "wrong":
             return {"A": "1"}  # type: ignore[return-value]
         return ContainerEdits()
 
 
 async def test_failing_edits_cost_their_own_call(serve: Serve) -> None:
-    """An `edits` hook that hangs, raises or returns a wrong value fails its own Allocate only; the error says why."""
+    """If `edits` hangs, raises or returns a wrong value, only this Allocate fails, with an error that says why."""
     source = Hanging()
     served = await serve(source, "hangs", "raises", "wrong", "odd", "good")
     try:
@@ -639,7 +639,7 @@ async def test_failing_edits_cost_their_own_call(serve: Serve) -> None:
 
 
 async def test_what_cannot_be_recorded_is_not_given_out(serve: Serve) -> None:
-    """If the ledger cannot record a grant, or a former holder that was found before it, Allocate is refused."""
+    """Allocate is refused if the ledger cannot record the grant, or a former holder found just before the grant."""
     served = await serve(Source(), "a", holders=(known := Known()))
     served.store.error = LedgerError("the disk is full")
     with refused(grpc.StatusCode.UNAVAILABLE, f"{R}: the disk is full"):
@@ -652,7 +652,7 @@ async def test_what_cannot_be_recorded_is_not_given_out(serve: Serve) -> None:
 
 
 class Known:
-    """Holders as a test sets them."""
+    """Stands in for the tracker of holders: has the holders that a test sets."""
 
     def __init__(self, unnamed: Sequence[str] = (), runs: Mapping[str, str] | None = None) -> None:
         self.withheld = unnamed
@@ -689,7 +689,7 @@ class Known:
 async def test_what_may_have_a_holder_is_not_given_out(
     serve: Serve, code: grpc.StatusCode, text: str, reason: str
 ) -> None:
-    """If one device is on the DRA side, of unknown holder, or still held, the whole Allocate is refused."""
+    """The whole Allocate is refused if one of its devices is on the DRA side, still held, or has an unknown holder."""
     known = Known(runs={"b": "processes of pod default/p run"} if reason == "held" else {})
     served = await serve(Source(), "a", "b", holders=known)
     if reason == "side":
@@ -713,7 +713,7 @@ async def test_what_may_have_a_holder_is_not_given_out(
 
 
 async def test_what_the_kubelet_would_give_away_while_it_is_held_is_shown_unhealthy(serve: Serve) -> None:
-    """A replica that is held, and that the kubelet counts as free, is sent as unhealthy until its holder ends."""
+    """A held replica that the kubelet counts as free is listed as unhealthy until its holder ends."""
     known = Known(["a::1"])
     served = await serve(Shared(2), "a", holders=known)
     async with served.listening() as lists:
@@ -724,7 +724,7 @@ async def test_what_the_kubelet_would_give_away_while_it_is_held_is_shown_unheal
 
 
 async def test_a_refused_id_is_withheld_at_once(serve: Serve) -> None:
-    """After a refusal the list with the device as unhealthy is sent at once, without a scan."""
+    """After an Allocate was refused for a device, the list with this device as unhealthy is sent at once."""
     served = await serve(Source(), "a", "b", holders=Known(runs={"a": "processes of pod default/p run"}))
     async with served.listening() as lists:
         assert await lists.next() == {"a": "Healthy", "b": "Healthy"}
@@ -738,7 +738,7 @@ def waits(served: Served) -> int:
 
 
 async def test_an_allocate_waits_for_a_holder_that_the_kubelet_does_not_count(serve: Serve) -> None:
-    """A former holder that the kubelet does not count ends during an Allocate: the Allocate waits and succeeds."""
+    """Allocate waits for the end of a former holder that the kubelet no longer counts, and then succeeds."""
     known = Known(runs={"a": "processes of pod default/p run"})
     served = await serve(Source(), "a", holders=known)
     allocating = asyncio.create_task(served.allocate("a"))
@@ -750,7 +750,7 @@ async def test_an_allocate_waits_for_a_holder_that_the_kubelet_does_not_count(se
 
 
 async def test_a_device_that_a_claim_gets_while_an_allocate_waits_is_refused(serve: Serve) -> None:
-    """A claim gets the device while an Allocate waits for the former holder: the Allocate is refused."""
+    """If a claim gets the device while an Allocate waits for the former holder's end, the Allocate is refused."""
     known = Known(runs={"a": "processes of pod default/p run"})
     served = await serve(Source(), "a", holders=known)
     allocating = asyncio.create_task(served.allocate("a"))
@@ -763,7 +763,7 @@ async def test_a_device_that_a_claim_gets_while_an_allocate_waits_is_refused(ser
 
 
 async def test_an_allocate_waits_once_for_a_holder(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After one wait in vain the device is refused without a wait, until its holder has changed."""
+    """After one Allocate has waited in vain for a holder, the next is refused at once, until the holder changes."""
     monkeypatch.setattr(allocation_wait, "PATIENCE", 0.2)
     known = Known(runs={"a": "processes of pod default/p run"})
     served = await serve(Source(), "a", "b", holders=known)
@@ -806,7 +806,7 @@ async def test_a_device_whose_former_holder_runs_is_given_last(serve: Serve) -> 
 
 
 async def test_a_withdrawal_waits_for_no_allocation(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A list that makes a device unhealthy is sent while an Allocate is in flight; one that makes it healthy waits."""
+    """While an Allocate is in flight, a list in which a device becomes unhealthy is sent; others wait for its end."""
     monkeypatch.setattr(AllocationsInFlight, "LONGEST_PAUSE", 60.0)
     known = Known(["b"])
     served = await serve(Source(), "a", "b", holders=known)
@@ -826,12 +826,12 @@ async def test_a_withdrawal_waits_for_no_allocation(serve: Serve, monkeypatch: p
 
 
 async def test_processes_are_looked_for_after_the_last_hook(serve: Serve) -> None:
-    """Processes of former holders are looked for after the last hook: one that starts while `edits` runs is seen."""
+    """The agent looks for former holders' processes after the last hook, so it sees one that starts during `edits`."""
     known = Known()
 
     class Slow(Source):
         def released(self, devices: Sequence[Device]) -> None:
-            """A test replaces the call of this hook."""
+            """Makes the source have this hook; the test replaces the call of the hook by `release_former`."""
 
         def edits(self, devices: Sequence[Device]) -> ContainerEdits:
             known.runs = {"a": "processes of pod default/p run"}
@@ -849,7 +849,7 @@ async def test_processes_are_looked_for_after_the_last_hook(serve: Serve) -> Non
 
 @pytest.mark.parametrize("replicas", [1, 2])
 async def test_devices_to_be_avoided_are_taken_last(serve: Serve, replicas: int) -> None:
-    """Devices in `avoided` (a drain waits for them) are preferred last, except if they must be included."""
+    """Devices in `avoided`, for which a drain waits, are preferred last, except if they must be included."""
 
     source = Source()
     source.replicas = replicas
@@ -887,7 +887,7 @@ _ids = st.lists(
 
 @given(st.lists(_ids, max_size=3), st.sampled_from([1, 2]))
 def test_no_request_breaks_allocate(containers: list[list[str]], replicas: int) -> None:
-    """Any request is answered for each container and granted, or is refused with a code and not granted."""
+    """Any Allocate request is granted, with a response for each container, or refused with a code."""
 
     async def run() -> None:
         source = Source()
@@ -922,7 +922,7 @@ def test_no_request_breaks_allocate(containers: list[list[str]], replicas: int) 
 
 
 async def test_preference_is_numa_compact(serve: Serve) -> None:
-    """Without a hook, devices on one NUMA node are preferred together, with the ids that must be included."""
+    """Without the hook `prefer`, devices on one NUMA node are preferred, if possible that of the ids to be included."""
     served = await serve(Source(), *(Device(f"d{number}", numa=number // 2) for number in range(4)))
     assert await served.prefer("d0 d2 d3", "", 2) == ["d2", "d3"]
     assert await served.prefer("d0 d1 d2 d3", "d3", 2) == ["d2", "d3"]
@@ -930,7 +930,7 @@ async def test_preference_is_numa_compact(serve: Serve) -> None:
 
 
 class Preferring(Source):
-    """A source whose `prefer` returns, or raises, the answer that a test sets."""
+    """A source whose `prefer` returns the `answer` that a test sets, or raises it if it is an exception."""
 
     answer: Any = ()
 
@@ -941,7 +941,7 @@ class Preferring(Source):
 
 
 async def test_prefer_hook_decides(serve: Serve) -> None:
-    """`prefer` may return devices or ids; they are the answer, with the ids that must be included."""
+    """`prefer` may return devices or ids; the response has them and the ids that must be included."""
     source = Preferring()
     served = await serve(source, "a", "b", "c")
     source.answer = [Device("c")]
@@ -952,7 +952,7 @@ async def test_prefer_hook_decides(serve: Serve) -> None:
 
 @pytest.mark.parametrize("answer", [["nobody"], [], ["a", "b", "c"], None, 3, ValueError("no")])
 async def test_wrong_preference_is_replaced(serve: Serve, answer: object, caplog: pytest.LogCaptureFixture) -> None:
-    """A `prefer` that raises or returns a wrong answer is replaced by the framework's choice: the call succeeds."""
+    """If `prefer` raises or returns a wrong answer, the agent chooses the devices itself, and the call succeeds."""
     source = Preferring()
     source.answer = answer
     served = await serve(source, "a", "b", "c")
@@ -962,7 +962,7 @@ async def test_wrong_preference_is_replaced(serve: Serve, answer: object, caplog
 
 @pytest.mark.parametrize("plain", [True, False])
 async def test_preference_that_hangs_is_done_without(serve: Serve, *, plain: bool) -> None:
-    """A `prefer` that hangs is given up after `hook_timeout`, and the framework chooses."""
+    """A `prefer` that hangs is given up after `hook_timeout`, and the agent chooses the devices itself."""
     over = threading.Event()
 
     class Hangs(Source):
@@ -979,7 +979,7 @@ async def test_preference_that_hangs_is_done_without(serve: Serve, *, plain: boo
 
 
 async def test_preference_for_unknown_devices_does_not_fail(serve: Serve) -> None:
-    """Unknown and unhealthy devices do not fail GetPreferredAllocation: a failure would fail every pod."""
+    """GetPreferredAllocation succeeds also with unknown and unhealthy devices, since its failure would fail the pod."""
     served = await serve(Source(), "a", Device("sick", health=Health.UNHEALTHY))
     assert set(await served.prefer("nobody sick a", "gone", 3)) >= {"gone"}
     assert await served.prefer("", "", 2) == []
@@ -990,7 +990,7 @@ _names = st.lists(st.sampled_from(["a::0", "a::1", "b::0", "b::1", "a", "x::7"])
 
 @given(_names, _names, st.lists(st.sampled_from(["a", "b", "a::1", "x", ""]), max_size=4))
 def test_translated_wish_fits(available: list[str], must_include: list[str], wish: list[str]) -> None:
-    """A hook's preference becomes available ids without duplicates, with all that must be included, or None."""
+    """A preference of `prefer` gives available ids without duplicates, with those that must be included, or None."""
     chosen = as_names(wish, available, must_include, partial(device_of, replicas=2))
     if chosen is not None:
         assert len(set(chosen)) == len(chosen)
@@ -1003,7 +1003,7 @@ def test_translated_wish_fits(available: list[str], must_include: list[str], wis
 
 
 async def test_reset_is_called_with_the_devices(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
-    """`reset` gets each device behind the ids once; if it fails, PreStartContainer fails, and the log names the pod."""
+    """`reset` gets each device once, also for two replicas; if it fails, the start fails, and the log names the pod."""
 
     class Resetting(Source):
         replicas = 2
@@ -1035,7 +1035,7 @@ async def test_reset_is_called_with_the_devices(serve: Serve, caplog: pytest.Log
 
 
 async def test_a_reset_that_goes_on_failing_is_logged_once(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
-    """The same error of `reset` is logged once until a start succeeds; another error is logged at once."""
+    """If `reset` repeatedly fails with the same error, it is logged once until a start succeeds; others are logged."""
 
     class Resetting(Source):
         error = "stuck"
@@ -1057,7 +1057,7 @@ async def test_a_reset_that_goes_on_failing_is_logged_once(serve: Serve, caplog:
 
 @pytest.mark.parametrize("plain", [True, False])
 async def test_reset_that_hangs_is_given_up(serve: Serve, *, plain: bool) -> None:
-    """A `reset` that hangs is given up after `hook_timeout`; while it runs, its device is refused, and no other."""
+    """A `reset` that hangs is given up after `hook_timeout`; while it still runs, only its device is refused."""
     over = threading.Event()
 
     class Resetting(Source):
@@ -1073,7 +1073,7 @@ async def test_reset_that_hangs_is_given_up(serve: Serve, *, plain: bool) -> Non
         with refused(grpc.StatusCode.INTERNAL, f"reset of {R} did not answer within 0.05 s"):
             await served.stub.PreStartContainer(pb.PreStartContainerRequest(devices_ids=["a"]))
         await served.stub.PreStartContainer(pb.PreStartContainerRequest(devices_ids=["good"]))
-        if plain:  # the kubelet calls again
+        if plain:  # as when the kubelet calls again
             with refused(grpc.StatusCode.INTERNAL, f"a of {R}: `reset` is still running on it, after its timeout"):
                 await served.stub.PreStartContainer(pb.PreStartContainerRequest(devices_ids=["a"]))
             with refused(grpc.StatusCode.FAILED_PRECONDITION, "`reset` is still running on it"):
@@ -1083,7 +1083,7 @@ async def test_reset_that_hangs_is_given_up(serve: Serve, *, plain: bool) -> Non
 
 
 async def test_reset_without_a_device_is_not_called(serve: Serve) -> None:
-    """`reset` is called with the known devices only; PreStartContainer of unknown ids alone succeeds without a call."""
+    """`reset` is called with the known devices only; if all ids are unknown, PreStartContainer succeeds without it."""
 
     class Resetting(Source):
         def reset(self, devices: Sequence[Device]) -> None:
@@ -1127,7 +1127,7 @@ async def test_settled_when_no_call_is_in_flight(serve: Serve) -> None:
     await hanging
 
 
-# Another source in place of the first.
+# A source is replaced by one with another number of replicas.
 
 
 @pytest.mark.parametrize(
@@ -1144,8 +1144,8 @@ async def test_ids_from_before_a_change_of_replicas_are_not_dropped(
 ) -> None:
     """After a change of replicas, ids that are not offered any more stay listed as unhealthy until they are forgotten.
 
-    A device with a holder is refused if the grants would exceed the whole device. Once the holders have ended, the new
-    ids are healthy and the former ones leave the list.
+    A request for a new id is refused if the device's grants would exceed the whole device. Once the holders have ended,
+    the new ids are healthy, and the former ids are no longer listed.
     """
     served = await serve(Shared(before), "a")
     async with served.listening() as lists:
@@ -1165,7 +1165,7 @@ async def test_ids_from_before_a_change_of_replicas_are_not_dropped(
             with refused(grpc.StatusCode.INVALID_ARGUMENT, f"there is no device {name}"):
                 await served.allocate(name)
             await served.stub.PreStartContainer(pb.PreStartContainerRequest(devices_ids=[name]))
-        assert other.resets == ["a"] * len(gone)  # for the pods that still hold the former ids
+        assert other.resets == ["a"] * len(gone)  # called for the pods that still hold the former ids
         served.forget_allocations()
         served.endpoint.ids.forget(gone | stay)
         served.endpoint.refresh()
@@ -1174,7 +1174,7 @@ async def test_ids_from_before_a_change_of_replicas_are_not_dropped(
 
 
 async def test_replicas_changed_back_are_whole_again(serve: Serve) -> None:
-    """Replicas change from 2 to 1 and back: the replicas are healthy again once the holder of the whole has ended."""
+    """After a change from 2 replicas to 1 and back, both are healthy once the holder of the whole device has ended."""
     served = await serve(Shared(2), "a")
     served.endpoint.replace(Shared(1))
     await served.allocate("a")
@@ -1188,7 +1188,7 @@ async def test_replicas_changed_back_are_whole_again(serve: Serve) -> None:
 
 
 async def test_replicas_that_nobody_has_change_at_once(serve: Serve) -> None:
-    """Without a holder the new ids are healthy at once; the former ids are listed as unhealthy."""
+    """If the replicas of a free device change, its new ids are healthy at once, and the former ids are unhealthy."""
     served = await serve(Shared(2), "a")
     served.endpoint.replace(Shared(1))
     async with served.listening() as lists:
@@ -1198,7 +1198,7 @@ async def test_replicas_that_nobody_has_change_at_once(serve: Serve) -> None:
 async def test_a_device_that_is_held_keeps_its_number_of_replicas(
     serve: Serve, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A source changes the replicas of a held device: its ids stay until the holder ends, and the log says so."""
+    """If a source changes the replicas of a held device, its ids stay until the holder ends, and the log says so."""
     source = Changing(3)
     source.now = 2
     source.go_on.set()
@@ -1219,7 +1219,7 @@ async def test_a_device_that_is_held_keeps_its_number_of_replicas(
 
 
 async def test_each_input_of_the_device_list_is_compared(serve: Serve) -> None:
-    """Each input of the device list makes a scan compute the list again; an Allocate in flight is one of the inputs."""
+    """`list_inputs`, after whose change a scan computes the device list again, changes with each of these events."""
     source = Slow(3)
     served = await serve(source, "a")
     seen = served.endpoint.list_inputs()
@@ -1250,9 +1250,9 @@ async def test_each_input_of_the_device_list_is_compared(serve: Serve) -> None:
 
 
 async def test_ids_that_pods_have_from_an_earlier_agent_count(serve: Serve) -> None:
-    """Ids that an agent with other replicas granted are adopted; an id of an unknown device is not.
+    """Ids that an earlier agent with other replicas granted are known to this agent, except ids of unknown devices.
 
-    Of each device the rest that its holders do not have is offered. If the holders' part is not known, nothing is.
+    Of each device as many replicas are healthy as its holders leave free, or none if the holders' part is not known.
     """
     served = await serve(Shared(2), "a", "b", "c", "d")
     for name, part in {"a": "1", "b::0": "1/2", "c::7": "1/8", "d::7": ""}.items():
@@ -1272,7 +1272,7 @@ async def test_ids_that_pods_have_from_an_earlier_agent_count(serve: Serve) -> N
 
 
 async def test_what_is_given_out_while_sharing_changes_is_recorded_by_its_device(serve: Serve) -> None:
-    """Replicas change during an Allocate: the records name the device and the part that the ids had at the request."""
+    """If the replicas change during an Allocate, ids are recorded with the part of the device that they had before."""
     source = Slow(4)
     served = await serve(source, "a")
     call = asyncio.ensure_future(served.allocate("a::0 a::1"))
@@ -1285,7 +1285,7 @@ async def test_what_is_given_out_while_sharing_changes_is_recorded_by_its_device
 
 
 async def test_a_device_that_is_called_like_a_replica_keeps_its_former_id(serve: Serve) -> None:
-    """A device with the id x::1 is held, then shared: its holder keeps the whole, and all replicas are unhealthy."""
+    """If a held device with the id x::1 gets replicas, its holder keeps the whole device; replicas are unhealthy."""
     served = await serve(Shared(1), "x::1")
     async with served.listening() as lists:
         assert await lists.next() == {"x::1": "Healthy"}
@@ -1298,7 +1298,7 @@ async def test_a_device_that_is_called_like_a_replica_keeps_its_former_id(serve:
 
 
 async def test_a_device_that_is_not_shared_among_others_keeps_its_id(serve: Serve) -> None:
-    """Beside shared devices, a device with 1 replica keeps its id; a device with the id a::1 is no replica of a."""
+    """Beside devices with replicas, a device without replicas keeps its id; a device named a::1 is no replica of a."""
 
     class Mixed(Shared):
         def replicas_of(self, device: Device) -> int:
@@ -1319,7 +1319,7 @@ async def test_a_device_that_is_not_shared_among_others_keeps_its_id(serve: Serv
     assert [served.endpoint.ids.device_id_of(name) for name in ("b", "a::1::0", "a::1")] == ["b", "a::1", "a"]
 
 
-# The list as a pure function.
+# The list computed from an inventory.
 
 
 @given(
@@ -1328,7 +1328,7 @@ async def test_a_device_that_is_not_shared_among_others_keeps_its_id(serve: Serv
     st.integers(1, 3),
 )
 def test_list_never_shows_a_broken_device_healthy(one: list[Device], two: list[Device], replicas: int) -> None:
-    """Every device that was ever listed stays listed; it is healthy only if the newest list has it as usable."""
+    """Every device that was ever listed stays listed; it is healthy only if it is usable in the source's newest list."""
     inventory = Inventory(R)
     for listed in (one, two):
         inventory.publish(listed, replicas=shares(Shared(replicas), listed))
@@ -1339,11 +1339,11 @@ def test_list_never_shows_a_broken_device_healthy(one: list[Device], two: list[D
     assert shown == {name: so for device, so in wanted.items() for name in replicas_of(device, replicas)}
 
 
-# Devices that are the same hardware.
+# The identity of devices.
 
 
 async def test_an_answer_says_what_was_recorded(serve: Serve) -> None:
-    """A device is listed as other hardware while its grant is recorded: the answer has the recorded identity."""
+    """If a device's identity changes while its grant is recorded, the response has the recorded identity."""
     served = await serve(Source())
     served.inventory.publish([Device("a", identity="x")], {"a": frozenset({"x"})})
     served.store.go_on.clear()

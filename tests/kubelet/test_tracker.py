@@ -41,11 +41,11 @@ from tests.testing.bare import BarePlugin
 
 ONE = {R: 1}
 WRITES = 3
-"""Late checkpoints that one question may bring: one by the resource and one by the node's status."""
+"""Checkpoints that a scan requests: two may be late, one of the resource and one of the node's status."""
 
 
 class TrackedKubelet:
-    """A kubelet with a plugin, and a tracker."""
+    """A fake kubelet with a plugin, and a tracker of the plugin's devices."""
 
     def __init__(self, kubelet: FakeKubelet, plugin: BarePlugin) -> None:
         self.kubelet = kubelet
@@ -64,22 +64,22 @@ class TrackedKubelet:
         )
 
     def set(self) -> None:
-        """Note that a scan is wanted."""
+        """Count the calls of this method, by which the tracker asks for a scan."""
         self.woken += 1
 
     def adopted(self, resource: str) -> bool:
         return False
 
     def read(self) -> None:
-        """Does nothing: a test sets `copied`."""
+        """Does nothing, since a test sets `copied` instead of files."""
 
     def changed(self) -> dict[Allocation, Wanted]:
-        """Return the allocations that other agents' copies newly name, each once."""
+        """Return the allocations that other agents' copies name since the last call."""
         found, self.copied = self.copied, {}
         return found
 
     def resend(self) -> bool:
-        """Send the list again; the kubelet takes the list and writes its checkpoint."""
+        """Send the device list again, upon which the kubelet writes its checkpoint."""
         self.requests += 1
         if self.listens:
             self.plugin.show("a", "b")
@@ -93,7 +93,7 @@ class TrackedKubelet:
         return now
 
     async def still_held(self, resource: str, ids: Collection[str]) -> Mapping[str, str]:
-        """Ask as an Allocate does whether ids are still held."""
+        """Return which of the ids are still held, and why, as an Allocate asks for it."""
         return await self.tracker.still_held(resource, ids)
 
     async def run_pod(self, name: str = "p") -> FakePod:
@@ -106,7 +106,7 @@ class TrackedKubelet:
         return pod
 
     async def waiting_pod(self, no_network: pytest.MonkeyPatch, name: str = "p") -> FakePod:
-        """Start a pod that is admitted, and whose sandbox cannot be created."""
+        """Start a pod that the kubelet admits, but whose sandbox it cannot create."""
         no_network.setattr(self.kubelet, "start_sandbox", fails)
         pod = await asyncio.to_thread(self.kubelet.start_pod, name, ONE)
         await asyncio.to_thread(self.kubelet.wait_until, lambda: pod.containers["main"].message == "no network", 10)
@@ -133,7 +133,7 @@ def allocation(pod: FakePod, device_id: str | None = None, container: str = "mai
 
 
 async def test_a_running_pod_costs_no_request(tracked: TrackedKubelet) -> None:
-    """A pod that the checkpoint names and whose processes run is held; no `List` or checkpoint is requested."""
+    """While the checkpoint names a pod and its processes run, a scan requests neither `List` nor a checkpoint."""
     pod = await tracked.run_pod()
     for _ in range(3):
         now = await tracked.scan()
@@ -145,7 +145,7 @@ async def test_a_running_pod_costs_no_request(tracked: TrackedKubelet) -> None:
 
 
 async def test_a_pod_that_ended_is_let_go_with_the_next_scan(tracked: TrackedKubelet) -> None:
-    """A pod has completed: the next scan calls `List` and requests checkpoints, and the device is free."""
+    """After a pod has completed, the next scan calls `List` and requests checkpoints; then the device is free."""
     pod = await tracked.hold()
     await asyncio.to_thread(pod.complete)
     now = await tracked.scan()
@@ -160,7 +160,7 @@ async def test_a_pod_that_ended_is_let_go_with_the_next_scan(tracked: TrackedKub
 async def test_a_checkpoint_is_noticed_without_file_events(
     tracked: TrackedKubelet, monkeypatch: pytest.MonkeyPatch, lacking: str
 ) -> None:
-    """A new checkpoint is noticed without file events: no inotify instance is left, or no event comes."""
+    """A new checkpoint is noticed also if no inotify instance is left or no file event arrives."""
     if lacking == "instances":
         monkeypatch.setattr(InotifyFD, "__init__", unwatched.refuse)
     else:
@@ -172,7 +172,7 @@ async def test_a_checkpoint_is_noticed_without_file_events(
 
 
 async def test_what_another_agents_copy_names_is_held_while_its_pod_runs(tracked: TrackedKubelet) -> None:
-    """A pod that another agent's copy names holds its device at once; a scan ends this if no process of it runs."""
+    """A pod that another agent's copy names holds its device at once, until a scan finds no process of the pod."""
     pod = await tracked.hold()
     other = "example.com/other"
     hangs, over = Allocation(pod.uid, "main", other, "d0"), Allocation("gone", "main", other, "d1")
@@ -199,7 +199,7 @@ async def test_what_another_agents_copy_names_is_held_while_its_pod_runs(tracked
 
 
 async def test_what_the_register_forgets_between_two_scans_is_held_at_once(tracked: TrackedKubelet) -> None:
-    """A pod's device whose record the register lost counts as held at once, not only after the next scan."""
+    """If the register loses the record of a pod's device, the device counts as held at once, without a scan."""
     pod = await tracked.run_pod()
     other = "example.com/other"
     one = Allocation(pod.uid, "main", other, "d0")
@@ -216,7 +216,7 @@ async def test_what_the_register_forgets_between_two_scans_is_held_at_once(track
 
 
 async def test_a_free_device_is_asked_about(tracked: TrackedKubelet) -> None:
-    """A scan that asks about a free id gets a checkpoint that was written after the question."""
+    """A scan that asks about a free device gets a checkpoint that the kubelet wrote after the scan began."""
     before = time.monotonic()
     now = await tracked.scan("a")
     assert now.current
@@ -229,7 +229,7 @@ async def test_a_free_device_is_asked_about(tracked: TrackedKubelet) -> None:
 async def test_requests_about_the_same_holders_grow_rarer(
     tracked: TrackedKubelet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A holder that no checkpoint settles is asked about less and less often, up to `MOST_REQUEST` s, with jitter."""
+    """While the kubelet writes no checkpoint, scans request one less and less often, up to every `MOST_REQUEST` s."""
     clock = 1000.0
     monkeypatch.setattr("deviceplugin.kubelet.tracker.time", SimpleNamespace(monotonic=lambda: clock))
     monkeypatch.setattr(tracked.tracker.in_flight, "none_since", lambda moment: True)
@@ -252,7 +252,7 @@ async def test_requests_about_the_same_holders_grow_rarer(
 
 
 async def test_a_plugin_that_nobody_listens_to_cannot_ask(tracked: TrackedKubelet) -> None:
-    """The kubelet does not listen to the plugin: no holder ends, and `problem` says why."""
+    """If the kubelet does not listen to the plugin, no holder counts as ended, and `problem` says why."""
     pod = await tracked.hold()
     await asyncio.to_thread(pod.delete)
     tracked.listens = False
@@ -269,7 +269,7 @@ async def test_a_plugin_that_nobody_listens_to_cannot_ask(tracked: TrackedKubele
 async def test_others_use_up_the_limit_of_pod_resources(
     tracked: TrackedKubelet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """PodResources `List` is refused by its rate limit: it is tried again, and without it a scan is still current."""
+    """`List` of PodResources is tried again if its rate limit refuses it; a scan is current also without it."""
     tries = []
 
     def counted(channel: grpc.aio.Channel) -> object:
@@ -307,7 +307,7 @@ async def test_a_kubelet_that_is_away(tracked: TrackedKubelet, caplog: pytest.Lo
 
 @pytest.mark.parametrize("damage", ["deleted", "empty", "torn", "unreadable"])
 async def test_a_checkpoint_that_cannot_be_read(tracked: TrackedKubelet, damage: Damage) -> None:
-    """While the checkpoint cannot be read, held devices stay held with the reason; the next readable one is current."""
+    """While the checkpoint cannot be read, held devices stay held, with this reason; the next readable one counts."""
     pod = await tracked.hold()
     tracked.kubelet.damage_checkpoint(damage)
     tracked.listens = False  # so that the kubelet writes no checkpoint
@@ -326,7 +326,7 @@ async def test_a_checkpoint_that_cannot_be_read(tracked: TrackedKubelet, damage:
 
 
 async def test_a_holder_is_known_at_the_next_grant_before_any_scan(tracked: TrackedKubelet) -> None:
-    """A pod is deleted by force before any scan: the next Allocate finds it in the checkpoint, and a scan keeps it."""
+    """If a pod is deleted by force before any scan, the next Allocate finds it in the checkpoint, so it still holds."""
     pod = await tracked.run_pod()
     assert not tracked.tracker.snapshot.held
     await asyncio.to_thread(pod.force_delete, hang=True)
@@ -338,7 +338,7 @@ async def test_a_holder_is_known_at_the_next_grant_before_any_scan(tracked: Trac
 async def test_no_cgroup_is_searched_for_the_id_of_a_pod_that_is_gone(
     tracked: TrackedKubelet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For a pod that is gone the cgroup tree is not searched; for a pod that runs it is."""
+    """The cgroup tree is searched only for pods that the kubelet still has, not for a pod that was deleted."""
     walks = 0
     walk = cgroups.pod_cgroups
 
@@ -360,7 +360,7 @@ async def test_no_cgroup_is_searched_for_the_id_of_a_pod_that_is_gone(
 async def test_a_pod_that_is_about_to_start_holds_its_device(
     tracked: TrackedKubelet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A pod that is admitted and has not started holds its device: the kubelet's checkpoint still names it."""
+    """A pod that is admitted but has not started holds its device, as the kubelet's checkpoint names the pod."""
     with monkeypatch.context() as no_network:
         pod = await tracked.waiting_pod(no_network)
         (mine,) = tracked.kubelet.allocated(R)
@@ -379,9 +379,9 @@ async def test_a_pod_that_is_about_to_start_holds_its_device(
 async def test_a_grant_waits_longer_for_the_checkpoint_than_a_scan(
     tracked: TrackedKubelet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An Allocate waits for a late checkpoint: the former pod has ended, so its device counts as free.
+    """An Allocate waits for a late checkpoint, which shows that the former pod has ended, so its device is free.
 
-    The former pod's empty cgroup stays for some time, and looks like that of a pod that is about to start.
+    The former pod's empty cgroup stays for some time, and looks like the cgroup of a pod that is about to start.
     """
     monkeypatch.setattr(tracked.kubelet.cgroups, "remove_pod", lambda uid: None)
     pod = await tracked.hold()
@@ -396,7 +396,7 @@ async def test_a_grant_waits_longer_for_the_checkpoint_than_a_scan(
 async def test_the_cgroup_of_a_former_holder_hides_no_other_one(
     tracked: TrackedKubelet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Cgroups of former pods are still there: the pods that are about to start are the ones found as holders."""
+    """While cgroups of former pods still exist, only the pods that are about to start are found as holders."""
     monkeypatch.setattr(tracked.kubelet.cgroups, "remove_pod", lambda uid: None)
     former = [await tracked.run_pod(f"former-{number}") for number in range(2)]
     for pod in former:
@@ -411,7 +411,7 @@ async def test_the_cgroup_of_a_former_holder_hides_no_other_one(
 async def test_a_pod_that_the_kubelet_dropped_before_it_started_holds_nothing(
     tracked: TrackedKubelet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A pod was deleted before it started: its cgroup stays, but no checkpoint names it, so it holds nothing."""
+    """A pod that was deleted before it started holds no device, even if its cgroup exists: no checkpoint names it."""
     monkeypatch.setattr(tracked.kubelet.cgroups, "remove_pod", lambda uid: None)
     with monkeypatch.context() as no_network:
         pod = await tracked.waiting_pod(no_network)
@@ -422,12 +422,12 @@ async def test_a_pod_that_the_kubelet_dropped_before_it_started_holds_nothing(
 
 
 def fails(pod: FakePod) -> None:
-    """Fail in place of creating a sandbox."""
+    """Raise an error, as if the sandbox of a pod could not be created."""
     raise PluginCallError("no network")
 
 
 async def test_what_the_kubelet_would_give_away_is_withheld_from_it_soon(tracked: TrackedKubelet) -> None:
-    """A pod deleted by force still runs: once the kubelet drops it, its id is withheld at the next Allocate."""
+    """If a pod deleted by force still runs when the kubelet drops it, the next Allocate makes its device withheld."""
     pod = await tracked.hold()
     await asyncio.to_thread(pod.force_delete, hang=True)
     await tracked.scan()
@@ -447,9 +447,9 @@ async def test_what_the_kubelet_would_give_away_is_withheld_from_it_soon(tracked
 async def test_a_kubelet_without_its_checkpoint_admits_the_pods_again(
     tracked: TrackedKubelet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A kubelet restarts without its checkpoint: ids of pods that it may admit again are not withheld.
+    """After a kubelet restart without its checkpoint, ids of pods that it may admit again are not withheld.
 
-    A hanging pod that the kubelet does not list is withheld after `READMISSION` seconds.
+    The device of a hanging pod that the kubelet does not list is withheld after `READMISSION` seconds.
     """
     pod, hangs = await tracked.hold(), await tracked.run_pod("hangs")
     await tracked.scan()
@@ -481,7 +481,7 @@ async def test_a_kubelet_without_its_checkpoint_admits_the_pods_again(
 async def test_a_pod_that_a_restarted_kubelet_knows_is_withheld_when_the_kubelet_drops_it(
     tracked: TrackedKubelet,
 ) -> None:
-    """After a kubelet restart a pod is deleted by force: its id is withheld once the kubelet drops the pod."""
+    """If a pod is deleted by force after a kubelet restart, its device is withheld once the kubelet drops the pod."""
     pod = await tracked.hold()
     await tracked.tracker.kubelet_started(file_identity(tracked.kubelet.socket))
     await tracked.tracker.kubelet_started(FileIdentity(0, 0, 0))
@@ -493,7 +493,7 @@ async def test_a_pod_that_a_restarted_kubelet_knows_is_withheld_when_the_kubelet
 
 
 async def test_an_allocate_in_between_makes_a_scan_worthless(tracked: TrackedKubelet) -> None:
-    """An Allocate during a scan: the scan returns None, and the former snapshot stays."""
+    """If an Allocate comes during a scan, the scan returns None, and the former result stays."""
     pod = await tracked.hold()
     before = tracked.tracker.snapshot
     original = tracked.resend
@@ -510,7 +510,7 @@ async def test_an_allocate_in_between_makes_a_scan_worthless(tracked: TrackedKub
 
 
 async def test_what_is_known_from_before_a_restart(tracked: TrackedKubelet) -> None:
-    """The checkpoint and the ledger give the holders at the start; a scan ends one that only the ledger knows."""
+    """At the start the holders come from checkpoint and ledger; a scan ends a holder that only the ledger has."""
     pod = await tracked.run_pod()
     ended = Allocation("ended", "main", R, "b")
     again = tracked.made()
@@ -528,7 +528,7 @@ async def test_what_is_known_from_before_a_restart(tracked: TrackedKubelet) -> N
 async def test_cgroups_without_the_agents_own_pod_are_not_believed(
     tracked: TrackedKubelet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Cgroups that do not show the agent's own pod are not used: the pod's directory decides, and a problem says so."""
+    """If the agent's own pod is not among the visible cgroups, they are not used, and pod directories decide."""
     monkeypatch.setattr(cgroups, "own_pod", lambda kubelet_root: "own")
     (tracked.kubelet.root / "pods" / "own").mkdir()
     tracked.tracker = tracked.made()
@@ -556,7 +556,7 @@ async def test_cgroups_that_cannot_be_read_any_more_prove_nothing(
 
 
 async def test_of_two_pods_of_one_name_a_list_does_not_tell_which(tracked: TrackedKubelet) -> None:
-    """Of two pods with one name the first was deleted by force: `List` cannot tell them apart; neither is listed."""
+    """If two pods have one name, as after a deletion by force, `List` cannot tell them apart, so neither is listed."""
     first = await tracked.run_pod()
     await asyncio.to_thread(first.force_delete, hang=True)
     second = await tracked.run_pod()
@@ -568,7 +568,7 @@ async def test_of_two_pods_of_one_name_a_list_does_not_tell_which(tracked: Track
 
 
 async def test_pods_are_listed_while_the_kubelet_counts_them_as_active(tracked: TrackedKubelet) -> None:
-    """Running pods are listed, except one deleted by force; without the kubelet or the pod logs no pod is listed."""
+    """`listed` returns running pods that the kubelet counts as active; without kubelet or pod logs it returns none."""
     pods = [await tracked.run_pod(name) for name in ("p", "q")]
     running = tracked.tracker.pods.running()
     assert running == {pod.uid for pod in pods}
@@ -585,7 +585,7 @@ async def test_pods_are_listed_while_the_kubelet_counts_them_as_active(tracked: 
 
 
 def test_pod_names_are_found_by_uid(tmp_path: Path) -> None:
-    """Pod names come from log directories named namespace_name_uid; other and missing directories give no names."""
+    """Pod names are read from the names of log directories (namespace_name_uid); other directories are ignored."""
     for name in ("ns_pod-a_u1", "ns_pod-b_u2", "other", "a_b_c_d"):
         (tmp_path / name).mkdir()
     assert PodNames(tmp_path).read(["u1", "u3"]) == {"u1": ("ns", "pod-a")}
