@@ -1328,7 +1328,7 @@ async def test_a_device_that_is_not_shared_among_others_keeps_its_id(serve: Serv
     st.integers(1, 3),
 )
 def test_list_never_shows_a_broken_device_healthy(one: list[Device], two: list[Device], replicas: int) -> None:
-    """Every device that was ever listed stays listed; it is healthy only if it is usable in the source's newest list."""
+    """Every device that was ever listed stays listed; it is healthy only if it is usable in the newest source list."""
     inventory = Inventory(R)
     for listed in (one, two):
         inventory.publish(listed, replicas=shares(Shared(replicas), listed))
