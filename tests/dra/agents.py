@@ -1,4 +1,4 @@
-"""Agents on the fake node, in the test's event loop, and observations of them from outside."""
+"""Agents that run in a test's event loop on the fake node, and observations of these agents from outside."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ SAYS: Final = "DEVICE_"
 
 
 class Listed(DeviceSource):
-    """A source whose devices a test lists, by id or as Device objects; at first d0 and d1 unless others are given.
+    """A source whose devices a test lists, by id or as Device objects; it starts with d0 and d1 if none are given.
 
-    driver: "" for none. tokens: whether devices that are listed by id have an identity.
+    driver: "" for a source without a DRA driver. tokens: whether devices that are listed by id have an identity.
     """
 
     def __init__(
@@ -73,23 +73,23 @@ def fpgas(count: int, replicas: int = 1) -> Listed:
 
 
 def healthy(node: FakeKubelet, *resources: str) -> set[str]:
-    """Return the ids that the kubelet would give to pods; of all resources unless some are named."""
+    """Return the ids of the devices that the kubelet has as healthy, of the named resources or of all."""
     listed = [(name, one) for resource in resources or node.resources() for name, one in node.devices(resource).items()]
     return {name for name, one in listed if one.health == "Healthy"}
 
 
 def sliced(node: FakeNode, driver: str = "") -> set[str]:
-    """Return the names of the devices in a driver's slices; "": in the slices of all drivers."""
+    """Return the published names of the devices in the slices of a driver; with "" as driver, in all slices."""
     specs = [one["spec"] for one in node.server.objects("resourceslices")]
     return {device["name"] for one in specs if driver in ("", one["driver"]) for device in one.get("devices") or ()}
 
 
 class AgentOnNode:
-    """An agent on a node; bridge: None if it serves pods alone."""
+    """An agent on a node. bridge: None if the agent serves limits only."""
 
     resource = R
     driver = D
-    """The resource and the driver of methods to which a test gives none."""
+    """The resource and the driver that methods use if a test names none."""
 
     def __init__(self, node: FakeNode, agent: Agent, bridge: Bridge | None = None) -> None:
         self.node = node
@@ -98,27 +98,27 @@ class AgentOnNode:
 
     @property
     def bridge(self) -> Bridge:
-        """The agent with both sides; an error if it serves pods alone."""
+        """The agent as a Bridge, which serves limits and claims; an error if the agent serves limits only."""
         assert self._bridge is not None
         return self._bridge
 
     def ask(self, share: str, driver: str = "") -> None:
-        """Annotate the Node with the share of a driver."""
+        """Set the Node's annotation that requests how many of a driver's devices are for claims (the share)."""
         self.node.server.patch("nodes", NODE, share_patch(driver or self.driver, share))
 
     @property
     def recorded(self) -> RegisterSnapshot:
-        """The agent's ledger; an empty one before the agent serves a driver."""
+        """The records of the agent's ledger; no records before the agent serves a driver."""
         return next((one.async_ledger.snapshot for one in self.bridge.drivers.values()), RegisterSnapshot())
 
     @property
     def states(self) -> dict[str, State]:
-        """The states of all devices by id."""
+        """The state of each device in the ledger, by device id."""
         return {name: record.state for (_, name), record in sorted(self.recorded.devices.items())}
 
     @property
     def claims(self) -> set[str]:
-        """Namespace and name of the recorded claims."""
+        """Namespace and name of each claim in the agent's ledger."""
         return {claim.title for claim in self.recorded.claims.values()}
 
     @property
@@ -135,23 +135,23 @@ class AgentOnNode:
 
     @property
     def told(self) -> dict[str, DeviceProgress]:
-        """The agent's report about the resource's devices."""
+        """The entry of each device of the resource in the report that the agent writes to its Lease, by device id."""
         found = read(self.driver, self.node.server.objects("leases"))
         return dict(found.resources[self.resource].devices) if found is not None else {}
 
     @property
     def waits(self) -> dict[str, MoveWait]:
-        """The reasons why moves of devices wait, by device id."""
+        """Why moves of devices between limits and claims wait, by device id."""
         resources = [one for driver in self.bridge.drivers.values() for one in driver.resources.values()]
         return {device: wait for one in resources for device, wait in one.handover.waiting.items()}
 
     @property
     def waiting(self) -> dict[str, str]:
-        """The reasons as text, by device id."""
+        """Why moves of devices wait, as text, by device id."""
         return {device: wait.text for device, wait in self.waits.items()}
 
     def healthy(self, resource: str = "") -> set[str]:
-        """Return the ids that the kubelet would give to pods, of one resource or of all."""
+        """Return the ids of the devices that the kubelet has as healthy, of one resource or of all."""
         return healthy(self.node, *[resource] * bool(resource))
 
     async def until(self, what: Callable[[], object], timeout: float = PATIENCE) -> None:
@@ -163,11 +163,11 @@ class AgentOnNode:
         return f"{of_bridge}healthy {self.healthy()}, published {sliced(self.node)}, pods {self.node.pods}"
 
     async def settle(self, *states: State) -> None:
-        """Wait until these are the states of all devices, in the order of their ids."""
+        """Wait until the devices, in the order of their ids, have these states."""
         await self.until(lambda: tuple(self.states.values()) == states)
 
     async def scans(self, count: int = 5) -> None:
-        """Wait for this number of further scans for holders."""
+        """Wait until the agent has scanned this many more times for pods that hold devices."""
         seen: set[float] = set()
 
         def enough() -> bool:
@@ -177,7 +177,7 @@ class AgentOnNode:
         await self.until(enough)
 
     async def listening(self) -> None:
-        """Wait until a restarted kubelet has the plugin's devices, and the agent has scanned it."""
+        """Wait until a restarted kubelet has the plugin's devices and the agent has then scanned for their holders."""
         endpoint = self.agent.services[self.resource].endpoint
         await self.until(lambda: endpoint.streams.shown() is not None and bool(self.node.devices(self.resource)))
         await self.scans()
@@ -228,7 +228,10 @@ def bridge(
     period: float = 0.05,
     **options: Any,
 ) -> Bridge:
-    """Return an agent that scans often. share: the share of each resource. cdi: by default the node's CDI directory."""
+    """Return an agent that scans often for holders of devices.
+
+    share: how many devices of each resource are for claims. cdi: by default the node's CDI directory.
+    """
     paths = replace(node.paths, cdi_dir=cdi or node.cdi)
     return Bridge(
         sources,
@@ -241,7 +244,7 @@ def bridge(
 
 @contextlib.contextmanager
 def fake_node(**options: Any) -> Iterator[FakeNode]:
-    """Run a node, with DeviceClasses of resource R and of all devices of the drivers that tests have."""
+    """Run a fake node. Its DeviceClasses: one for resource R, and one for all devices of each driver that tests use."""
     with FakeApiServer() as server:
         server.create(class_of_resource(R, D))
         for driver in ("d.example.com", "e.example.com", "gpu.example.com", "other.example.com"):
@@ -264,7 +267,7 @@ async def running(bridge: Bridge) -> AsyncIterator[Bridge]:
 
 @contextlib.asynccontextmanager
 async def on_node(node: FakeNode, *sources: DeviceSource, offered: bool = True) -> AsyncIterator[AgentOnNode]:
-    """Run an agent with both sides until the end of the block; `offered`: wait until pods can have a device."""
+    """Run an agent for limits and claims until the block ends. offered: wait until the kubelet has a healthy device."""
     async with running(bridge(node, sources)) as made:
         here = AgentOnNode(node, made.agent, made)
         drivers = {source.driver for source in sources}

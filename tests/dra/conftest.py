@@ -1,4 +1,4 @@
-"""The fake node of the tests of agents with both sides, and kubeconfigs that are read in this process."""
+"""Fixtures: a fake node for agents that serve limits and claims; kubeconfigs that are read in the test's process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`convert`: the converted pods, refusals and remarks, the command line, and patches."""
+"""The command `convert`, which changes limits in manifests to claims: converted pods, refusals, remarks, patches."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_kinds_with_pods_are_converted(kind: str) -> None:
 
 
 def test_kinds_of_others_pass() -> None:
-    """A kind of another API group is left alone, unless a path to its pods is given."""
+    """An object of an API group that is not Kubernetes' own is left as it is, unless a path to its pods is given."""
     text = stream(workload("Job", "batch.volcano.sh/v1alpha1", container("a")))
     assert converted(text).texts == [text]
 
@@ -121,7 +121,7 @@ def test_custom_resources_are_converted_by_path() -> None:
 
 
 def test_each_namespace_class_and_count_has_one_template() -> None:
-    """Objects of one namespace share ResourceClaimTemplates, which come before the first use."""
+    """Objects of one namespace use the same ResourceClaimTemplates, which come before the first of these objects."""
     objects = [
         workload("Deployment", "apps/v1", container("a"), container("b", "2"), namespace="x"),
         workload("StatefulSet", "apps/v1", container("a"), namespace="x"),
@@ -134,14 +134,14 @@ def test_each_namespace_class_and_count_has_one_template() -> None:
 
 
 def test_templates_come_in_the_order_of_the_containers() -> None:
-    """Templates come in the order of the containers, so each run gives the same text."""
+    """ResourceClaimTemplates come in the order of the containers, so each run of `convert` prints the same text."""
     counts = [str(number) for number in range(9, 0, -1)]
     pod = workload("Deployment", "apps/v1", *(container(f"c{count}", count) for count in counts))
     assert names(result(pod)) == [("", f"{CLASS}-{count}") for count in counts]
 
 
 def test_names_follow_from_what_they_stand_for() -> None:
-    """Long names are cut and get a hash of the whole name; they are valid names of the API."""
+    """Names of templates and claims are valid in the API: long names are cut and get a hash of the whole name."""
     assert ClaimedDevices("", CLASS, 3).template == f"{CLASS}-3"
     long = ClaimedDevices("", "a." * 120 + "b", 3).template
     assert len(long) <= 253
@@ -173,7 +173,7 @@ def test_init_containers_use_devices_that_limits_reuse() -> None:
 
 
 def test_versions_of_the_api_differ() -> None:
-    """In v1beta1 the class is in the request itself; in later versions it is in `exactly`."""
+    """In v1beta1 the DeviceClass is a field of the template's request; in later versions it is in `exactly`."""
     (template, _) = result(pod(container("a")), how=Conversion({GPU: CLASS}, version="v1beta1"))
     assert template["apiVersion"] == "resource.k8s.io/v1beta1"
     assert template["spec"]["spec"]["devices"]["requests"] == [
@@ -232,7 +232,7 @@ SAID: dict[str, tuple[RemarkKind, list[dict[str, Any]], str]] = {
 
 @pytest.mark.parametrize("case", SAID)
 def test_what_is_refused_or_different_is_said(case: str) -> None:
-    """Each remark has its place, a detail and its kind; a refused object is printed unchanged."""
+    """Each remark of `convert` has a line of the file, a detail and its kind; a refused object is printed unchanged."""
     kind, objects, detail = SAID[case]
     text = stream(*objects)
     done = converted(text, Conversion({GPU: CLASS}, custom=[CustomPath.parse("RayCluster=spec.template")]))
@@ -246,7 +246,7 @@ def test_what_is_refused_or_different_is_said(case: str) -> None:
 
 
 def test_nothing_is_said_where_all_is_well() -> None:
-    """Without priorities, quotas and the like the only remark is a note; without limits there is none."""
+    """Where no priority, quota or autoscaler concerns the pods, the only remark is a note; without limits none."""
     patient = {
         "apiVersion": "scheduling.k8s.io/v1",
         "kind": "PriorityClass",
@@ -290,7 +290,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *argv: str, text: str = "") -> int:
 def test_it_is_a_filter_in_both_directions(
     monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:
-    """Manifests go from standard input to standard output, remarks to standard error; --reverse restores the input."""
+    """`convert` reads manifests from standard input; remarks go to standard error; --reverse restores the input."""
     text = "\ufeff# first\r\n" + stream(DEPLOYMENT).replace("\n", "\r\n")
     assert run(monkeypatch, "--class", f"{GPU}={CLASS}", text=text) == 0
     out, error = capfdbinary.readouterr()
@@ -304,7 +304,7 @@ def test_it_is_a_filter_in_both_directions(
 def test_files_and_directories_are_read(
     monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes], tmp_path: Path
 ) -> None:
-    """Files of a directory are read in the order of their names; a refusal gives status 1."""
+    """Files of a directory are read in the order of their names; a refused object gives exit status 1."""
     (tmp_path / "b" / "deep").mkdir(parents=True)
     (tmp_path / "b" / "deep" / "2.yml").write_text(stream(pod(container("a", 33))).rstrip("\n"))
     (tmp_path / "b" / "1.json").write_text('{"apiVersion": "v1", "kind": "List", "items": []}')
@@ -343,7 +343,7 @@ def test_wrong_arguments_end_with_2(
 
 
 def test_a_wrong_path_to_pods_is_usage(capsys: pytest.CaptureFixture[str]) -> None:
-    """A path without a kind is refused with an example."""
+    """A --pod-template-path without a kind is wrong usage; the error shows a valid path."""
     with pytest.raises(SystemExit) as ended:
         cli.main(["convert", "--pod-template-path", "spec.template"])
     assert ended.value.code == 2

@@ -38,7 +38,7 @@ def objects(text: str) -> Iterator[dict[str, Any]]:
 
 
 def claimed(text: str) -> list[tuple[str, int]]:
-    """The containers that name claims of `convert`, and the devices of the template of each."""
+    """Return the name of each container with a claim of `convert`, and how many devices the claim's template has."""
     bodies = list(objects(text))
     counts = {
         one["metadata"]["name"]: one["spec"]["spec"]["devices"]["requests"][0]["exactly"]["count"]
@@ -56,7 +56,7 @@ def claimed(text: str) -> list[tuple[str, int]]:
 
 
 def limits(text: str) -> list[dict[str, Any]]:
-    """Return the resources of each container by limits and requests."""
+    """Return requests and limits of each container in one dict; a limit replaces the request of the same resource."""
     specs = [spec for body in objects(text) for _, spec in pod_specs(body, ())]
     found = [container.get("resources") or {} for spec in specs for _, container in containers_of(spec)]
     return [{**(one.get("requests") or {}), **(one.get("limits") or {})} for one in found]

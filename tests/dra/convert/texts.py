@@ -1,4 +1,4 @@
-"""Random manifests as texts: all layouts that people and charts write."""
+"""Random manifests as texts, in all layouts of YAML that people and charts write."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CLASSES = {GPU: "gpu.nvidia.com"}
 
 @dataclass(frozen=True)
 class Manifest:
-    """A text; and of each container with GPUs its name and how many, in the order of the text."""
+    """A manifest's text. wanted: name and number of GPUs of each container with GPUs, in the order of the text."""
 
     text: str
     wanted: tuple[tuple[str, int], ...]
@@ -158,7 +158,7 @@ def lists(draw: st.DrawFn, name: str) -> tuple[str, list[tuple[str, int]]]:
 
 @st.composite
 def cron_jobs(draw: st.DrawFn, name: str) -> tuple[str, list[tuple[str, int]]]:
-    """A CronJob whose pod spec is at the begin of its document."""
+    """A CronJob whose pod spec is at the beginning of its document."""
     spec, wanted = draw(pod_specs("          "))
     head = "spec:\n  jobTemplate:\n    spec:\n      template:\n        spec:\n"
     return f"{head}{spec}kind: CronJob\nmetadata: {{name: {name}}}\napiVersion: batch/v1\n", wanted

@@ -1,4 +1,4 @@
-"""Drivers that end with their test."""
+"""A fixture that makes DRA drivers, and ends them with the test."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.dra.driver.served import Serve, ServedDriver, served_driver
 
 @pytest.fixture
 async def serve(tmp_path: Path) -> AsyncIterator[Serve]:
-    """Returns a driver as `served_driver` does, which ends with the test."""
+    """A function that makes a driver as `served_driver` does; the driver ends with the test."""
     made: list[ServedDriver] = []
 
     async def serve(*arguments: Any, **options: Any) -> ServedDriver:

@@ -39,7 +39,7 @@ T0 = 1_700_000_000.0
 
 
 def result(device: str, request: str = "fpga", **more: Any) -> dict[str, Any]:
-    """Return the allocation result of one device; with a share ID, it is one share of the device."""
+    """Return a claim's allocation result for one device; with `shareID`, for one share of a shared device."""
     if "shareID" in more:
         more = {"consumedCapacity": {f"{D}/shares": "1"}, **more}
     return {"request": request, "driver": D, "pool": NODE, "device": device, **more}
@@ -124,7 +124,7 @@ class ServedDriver:
     path: str
     register: Register
     successor: ServedDriver | None = None
-    """The driver after a restart of the agent."""
+    """The driver after a restart of the agent, which `again` has made; None before."""
 
     async def prepare(self, *uids: str) -> dict[str, Prepared | ClaimError]:
         return await self.driver.prepare([ref(uid) for uid in uids])
@@ -163,7 +163,7 @@ class ServedDriver:
 
     @property
     def own(self) -> dict[str, ClaimFile]:
-        """The agent's own file of each claim, by UID."""
+        """The file that the agent keeps of each claim, apart from the CDI file, by the claim's UID."""
         return {file.uid: file for file in claim_files.read_all(own_directory(str(self.cdi)))}
 
     def edits(self, *ids: str) -> list[dict[str, Any]]:
@@ -175,7 +175,7 @@ class ServedDriver:
         return [known[name] for name in ids]
 
     async def end(self) -> None:
-        """End as if the agent had been killed; a driver that `again` returned ends, too."""
+        """End the driver as if the agent had been killed; the driver that `again` has returned ends as well."""
         if self.successor is not None:
             await self.successor.end()
         await self.driver.close()
@@ -191,7 +191,7 @@ class ServedDriver:
 
 
 class _Listed(RegisterHost):
-    """Shows the register the devices of a source with `released`. Tests of other sources have no identities."""
+    """Shows the register the devices of a source with a hook `released`; devices of other sources have no identity."""
 
     def __init__(self, source: DeviceSource, inventory: Inventory) -> None:
         if "released" in source.hooks:

@@ -23,7 +23,7 @@ UID = "0f9c1e2a-7c1d-4a55-9d7e-0a1b2c3d4e5f"
 
 
 def test_a_spec_has_what_the_plugin_door_would_give() -> None:
-    """A spec has the same variables, nodes with permissions, and mounts as the device plugin gives."""
+    """A CDI spec has the variables, device nodes, permissions and mounts that the device plugin would give."""
     edits = ContainerEdits(
         env={"FPGA": "0"}, nodes=["/dev/null"], mounts=[Mount("/opt", "/opt/fpga", readonly=False), Mount("/a", "/b")]
     )
@@ -55,7 +55,7 @@ def test_a_spec_has_what_the_plugin_door_would_give() -> None:
     ],
 )
 def test_the_version_is_as_low_as_the_content_allows(name: str, nodes: list[DeviceNode | str], version: str) -> None:
-    """The spec's version is the lowest that has its features; runtimes refuse a version too new or too low."""
+    """A CDI spec has the lowest version with its features, because runtimes refuse a version too new or too low."""
     assert claim_files.build(DRIVER, {name: ContainerEdits(nodes=nodes)})["cdiVersion"] == version
 
 
@@ -73,7 +73,7 @@ def test_a_symbolic_link_is_resolved_and_stays_the_containers_name(tmp_path: Pat
 def test_a_node_has_the_numbers_of_when_it_was_prepared(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, directory: bool
 ) -> None:
-    """A spec has the node's type and numbers, so a restarted container gets the same device."""
+    """A CDI spec has the type and numbers of a device node, so a restarted container gets the same device."""
     host = tmp_path / "disk"
     host.touch()
     original = os.stat
@@ -91,7 +91,7 @@ def test_a_node_has_the_numbers_of_when_it_was_prepared(
 
 
 def test_a_directory_stands_for_the_nodes_in_it(tmp_path: Path) -> None:
-    """A directory becomes the nodes in it, at their paths below the container's directory; other files are left out."""
+    """A directory in the edits stands for all device nodes below it; other files in the directory are left out."""
     (tmp_path / "sub").mkdir()
     os.mkfifo(tmp_path / "sub" / "pipe")
     (tmp_path / "file").write_text("")
@@ -129,14 +129,14 @@ def test_text_that_is_not_unicode_is_refused() -> None:
 
 
 def test_a_driver_that_begins_with_a_digit_is_a_vendor_all_the_same() -> None:
-    """A driver's name that begins with a digit gets the prefix `dra.` as a CDI vendor; a name with spaces fails."""
+    """A driver's name that begins with a digit gets the prefix `dra.` as CDI vendor; a name with a space fails."""
     assert cdi.qualified("3dfx.example.com", "a") == "dra.3dfx.example.com/claim=a"
     with pytest.raises(CdiError):
         cdi.vendor_of("no spaces please")
 
 
 def test_a_file_appears_whole_and_is_written_only_when_it_differs(tmp_path: Path) -> None:
-    """The first write makes the directory and the file; a second write of the same data changes nothing."""
+    """The first write of a CDI file makes directory and file; a second write of the same data changes nothing."""
     store = CdiStore(DRIVER, str(tmp_path / "run" / "cdi"))
     data = claim_files.encode(claim_files.build(DRIVER, {"claim_x_r": ContainerEdits(env={"A": "1"})}))
     assert store.list() == frozenset()
@@ -153,7 +153,7 @@ def test_a_file_appears_whole_and_is_written_only_when_it_differs(tmp_path: Path
 
 
 def test_other_drivers_files_and_strange_names_are_left_alone(tmp_path: Path) -> None:
-    """A list of the files has no files of other drivers or with strange names, and removes only own drafts."""
+    """The list of a driver's CDI files has no other driver's files and no strange names; it removes only own drafts."""
     names = ["nvidia.com-gpu.json", "fpga.example.com-claim_..json", "other.example.com-claim_x.json"]
     for name in (*names, f".fpga.example.com-claim_{UID}.4711"):
         (tmp_path / name).write_text("not JSON")
@@ -163,7 +163,7 @@ def test_other_drivers_files_and_strange_names_are_left_alone(tmp_path: Path) ->
 
 
 def test_a_file_that_is_being_written_is_no_leftover(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A draft that is being written stays while files are listed; a former agent's draft is removed."""
+    """While CDI files are listed, a draft that is being written stays, and a draft of a former agent is removed."""
     store, rename = CdiStore(DRIVER, str(tmp_path)), os.rename
 
     def meanwhile(draft: str, path: str) -> None:
@@ -173,7 +173,7 @@ def test_a_file_that_is_being_written_is_no_leftover(tmp_path: Path, monkeypatch
     monkeypatch.setattr(os, "rename", meanwhile)
     assert store.write(UID, b"{}")
     assert store.list() == {UID}
-    (tmp_path / f".fpga.example.com-claim_{UID}.0123456789abcdef").touch()  # of a former agent
+    (tmp_path / f".fpga.example.com-claim_{UID}.0123456789abcdef").touch()  # a draft of a former agent
     assert store.list() == {UID}
     assert os.listdir(tmp_path) == [os.path.basename(store.path(UID))]
 

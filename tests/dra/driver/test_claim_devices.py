@@ -24,7 +24,7 @@ D = "fpga.example.com"
 
 
 class Shared(DeviceSource):
-    """A source whose devices have four shares, but `two` has two."""
+    """A source whose devices have four shares each, except device `two`, which has two shares."""
 
     resource = R
     driver = D
@@ -50,7 +50,7 @@ def granted(device: Device, *, admin: bool = False, parameters: str = "", **resu
         ("d", {"shares": "2"}, "1/2"),
         ("d", {f"{D}/shares": "3", "memory": "5Gi"}, "3/4"),
         ("d", {"shares": 4}, "1"),
-        ("two", {"shares": "3"}, "1"),  # allocated while there were more shares
+        ("two", {"shares": "3"}, "1"),  # the claim was allocated when the device had more shares
         ("d", {"memory": "5Gi"}, ""),
         ("d", {"other.example.com/shares": "1"}, ""),
         ("d", {"shares": "many"}, ""),
@@ -60,12 +60,12 @@ def granted(device: Device, *, admin: bool = False, parameters: str = "", **resu
     ],
 )
 def test_the_part_of_a_shared_device(device: str, consumed: Any, part: str) -> None:
-    """The part is the claim's shares divided by the device's shares; without known shares it is unknown."""
+    """A claim's part of a device is its shares divided by the device's shares; without known shares it is unknown."""
     assert granted(Device(device), shareID="s", consumedCapacity=consumed).amount == Amount(part)
 
 
 def test_a_device_that_is_not_shared_is_had_whole() -> None:
-    """A result without a share ID is the whole device, also of a source with shares."""
+    """An allocation without a share ID grants the whole device, also if its source divides devices into shares."""
     one = granted(Device("d"))
     assert (one.resource, one.device, one.share, one.admin, one.amount) == (R, "d", "", False, Amount("1"))
     assert one.identity == seen_as("b", "char:240:0", "uuid:1")
@@ -82,7 +82,7 @@ def test_a_partition_takes_counters() -> None:
 
 
 def test_parameters_are_compared_as_text() -> None:
-    """Equal parameters have the same text whatever the order of their fields; without a hook `prepare` it is empty."""
+    """Equal parameters give the same text, whatever the order of their fields; without a hook `prepare` it is empty."""
 
     class Tuned(Shared):
         def prepare(self, devices: Sequence[Device], config: Any) -> None: ...
@@ -94,7 +94,7 @@ def test_parameters_are_compared_as_text() -> None:
 
 
 def test_a_file_says_all_that_a_record_does() -> None:
-    """A claim's file has all of the claim's record; a device without an identity gets the boot as its identity."""
+    """A claim's file has all that its ledger record has; a device without an identity gets the boot as its identity."""
     full = granted(Device("d", consumes={"gpu": {"memory": "5Gi"}}), parameters='{"a":1}')
     plain = ClaimDevice(R, "e", "s", admin=True, amount=Amount("0"))
     claim = Claim(D, "1", "ml", "train", (full, plain), None, 1.0, pods=frozenset({"p"}))

@@ -64,7 +64,7 @@ def metadata_files(here: ServedDriver) -> list[str]:
 
 
 async def test_a_file_of_each_request_says_in_each_version_what_its_devices_are(here: ServedDriver) -> None:
-    """Each request has a metadata file with its devices, in each version, at the path of Kubernetes' own helper."""
+    """Each request has a file with its devices in all metadata versions, at the path that Kubernetes' helper uses."""
     both = claim("1", result("card0", "first/big"), result("card1", "second"))
     both["metadata"]["annotations"] = {"resource.kubernetes.io/pod-claim-name": "cards"}
     here.claims.add(both)
@@ -94,7 +94,7 @@ async def test_a_file_of_each_request_says_in_each_version_what_its_devices_are(
 
 
 async def test_a_claim_that_a_pod_names_is_found_by_its_name(here: ServedDriver) -> None:
-    """The file of a claim that a pod names directly is at a path with the claim's name."""
+    """If a pod names a claim directly, the claim's metadata file is at a path with the claim's name."""
     await here.give("1", "card0")
     (answer,) = (await here.prepared("1")).devices
     (inside,) = mounts(here, *answer.cdi_ids)
@@ -123,7 +123,7 @@ async def test_files_go_with_the_claim(here: ServedDriver) -> None:
 
 
 async def test_files_of_a_claim_that_nobody_knows_are_removed(here: ServedDriver) -> None:
-    """The metadata file of an unknown claim is found, and an Unprepare of that claim removes it."""
+    """A metadata file of a claim that the ledger lacks is found, and an Unprepare of that claim removes it."""
     await here.give("1", "card0")
     (name,) = metadata_files(here)
     orphan = here.cdi / "deviceplugin" / name.replace("_1_", "_2_")

@@ -100,7 +100,7 @@ def source() -> Hooked:
 
 @pytest.fixture
 async def hooked(serve: Serve, source: Hooked) -> ServedDriver:
-    """A driver whose source has every hook, and whose devices are released."""
+    """A driver whose source has every hook; the hook `released` has been called for all devices."""
     here = await serve(source)
     here.register.releases.look(R, all_known=True)
     await until(lambda: not here.register.releases.unreleased())
@@ -112,7 +112,7 @@ async def hooked(serve: Serve, source: Hooked) -> ServedDriver:
 
 
 async def test_a_claim_gets_its_device_and_is_recorded(here: ServedDriver) -> None:
-    """The answer names request, pool, device and a CDI device; its edits are those that a pod gets from the plugin."""
+    """The answer to Prepare names request, pool, device and a CDI device with the edits that the plugin would give."""
     here.claims.add(claim("1", result("d0")))
     answer = await here.prepared("1")
     (device,) = answer.devices
@@ -128,7 +128,7 @@ async def test_a_claim_gets_its_device_and_is_recorded(here: ServedDriver) -> No
 
 
 async def test_prepare_again_answers_the_same(here: ServedDriver) -> None:
-    """A repeated Prepare reads the claim, gives the same answer, and writes only the missing file."""
+    """A repeated Prepare reads the claim again, gives the same answer, and writes a missing CDI file again."""
     here.claims.add(claim("1", result("d0", "fpga/big", shareID="s")))
     first = await here.prepared("1")
     os.remove(here.cdi / here.files[0])
@@ -160,7 +160,7 @@ async def test_each_request_has_a_cdi_device_of_its_own(here: ServedDriver) -> N
 
 
 async def test_subrequests_are_stripped_and_shares_named(here: ServedDriver) -> None:
-    """The answer names the request without its `firstAvailable` subrequest, and the share of a shared device."""
+    """The answer names the request without its `firstAvailable` subrequest, and the share ID of a shared device."""
     share = "a671734a-e8e5-11e4-8fde-42010af09327"
     here.claims.add(claim("1", result("d0", "fpga/big", shareID=share)), claim("2", result("d0", shareID="other")))
     (device,) = (await here.prepared("1")).devices
@@ -170,7 +170,7 @@ async def test_subrequests_are_stripped_and_shares_named(here: ServedDriver) -> 
 
 
 async def test_administrative_access_holds_nothing(here: ServedDriver) -> None:
-    """A claim with adminAccess to a device on the plugin's side gets its edits and holds no device."""
+    """A claim with adminAccess to a device that is for limits gets the device's edits, and does not hold the device."""
     await here.async_ledger.do(adopt(R, ["p"], Side.PLUGIN, T0))
     here.inventory.publish([*here.inventory.snapshot.devices.values(), Device("p", nodes=["/dev/zero"])])
     here.claims.add(claim("1", result("p", adminAccess=True)))
@@ -181,7 +181,7 @@ async def test_administrative_access_holds_nothing(here: ServedDriver) -> None:
 
 
 async def test_administrative_access_disturbs_nobody(hooked: ServedDriver, source: Hooked) -> None:
-    """A claim with adminAccess resets and unprepares no device, and also gets an unhealthy device."""
+    """For a claim with adminAccess `edits` is the only hook that is called; an unhealthy device is given as well."""
     devices = list(hooked.inventory.snapshot.devices.values())
     hooked.inventory.publish([devices[0].with_health(Health.UNHEALTHY, "sick"), *devices[1:]])
     hooked.claims.add(claim("1", result("d0", adminAccess=True), result("d1", adminAccess=True)))
@@ -194,7 +194,7 @@ async def test_administrative_access_disturbs_nobody(hooked: ServedDriver, sourc
 async def test_administrative_access_does_not_undo_what_is_set_up_for_another_claim(
     hooked: ServedDriver, source: Hooked, how: str
 ) -> None:
-    """An adminAccess claim that ends, fails or is over leaves another claim's device set up."""
+    """When an adminAccess claim ends or fails, its device stays set up for the other claim that holds it."""
     parameters = [opaque({"mode": "other"})]
     hooked.claims.add(claim("1", result("d0")), claim("2", result("d0", adminAccess=True), config=parameters))
     await hooked.prepared("1")
@@ -256,9 +256,9 @@ class Hooked(Plain):
 async def test_hooks_run_in_order_with_the_requests_devices_and_parameters(
     hooked: ServedDriver, source: Hooked
 ) -> None:
-    """Prepare calls reset, edits and prepare; Unprepare calls unprepare and released.
+    """Prepare calls the hooks reset, edits and prepare; Unprepare calls unprepare and released.
 
-    Each hook gets the devices of the request; `prepare` gets the merged parameters for it, with those of the claim over
+    Each hook gets the devices of the request. `prepare` also gets the request's parameters: those of the claim override
     those of the class.
     """
     config = [
@@ -337,9 +337,9 @@ async def test_a_shared_device_is_unprepared_when_its_last_claim_ends(
 
 @pytest.mark.parametrize("sharer", ["another claim", "the same claim"])
 async def test_a_device_is_not_shared_with_other_parameters(hooked: ServedDriver, source: Hooked, sharer: str) -> None:
-    """Other parameters for a shared device are refused, and the error names the claim that has it.
+    """A claim for a shared device with other parameters than its holder's is refused; the error names the holder.
 
-    With the same parameters, or after that claim has ended, the device is set up.
+    With the same parameters, or after the holder has ended, the claim is prepared.
     """
 
     def sharing(uid: str, **parameters: Any) -> dict[str, Any]:
@@ -439,7 +439,7 @@ async def test_a_hook_that_works_on_after_its_timeout_has_the_device_to_itself(s
 async def test_a_hook_that_fails_costs_its_claim_only_and_is_undone(
     hooked: ServedDriver, source: Hooked, hook: str
 ) -> None:
-    """The claim's error has the hook's message, the devices are unprepared, and the next Prepare succeeds.
+    """If a hook fails in Prepare, the claim's error has its message, `unprepare` is called, and the next try succeeds.
 
     After an `unprepare` that fails, the claim keeps its device until the next Unprepare.
     """
@@ -597,7 +597,7 @@ def test_parameters_may_carry_a_kind_and_a_version() -> None:
 
 
 async def test_a_device_of_the_plugins_side_is_refused_and_pulled(serve: Serve) -> None:
-    """A claim to a device on the plugin's side is refused, writes one Event, and begins the device's move to DRA."""
+    """A claim for a device that is for limits is refused, causes one Event, and begins the device's move to DRA."""
     here = await serve(side=Side.PLUGIN)
     here.claims.add(claim("1", result("d0")))
     assert "device 'd0' of example.com/fpga is moving" in await here.refused("1")
@@ -645,7 +645,7 @@ async def test_a_call_is_answered_in_time_though_the_undoing_of_a_claim_hangs(se
 
     source = Stuck()
     source.fails.add("prepare")
-    # Only what hangs reaches a limit, also on a busy machine: the rest of the call is done well before.
+    # Only the hanging `unprepare` reaches a deadline, also on a busy machine: the rest of the call takes less time.
     here = await serve(source, deadline=20.0, call_deadline=1.5)
     here.claims.add(claim("1", result("d0")))
     answers = await here.prepare("1", "none")
@@ -712,7 +712,7 @@ async def test_a_prepare_that_the_end_of_the_driver_ends_is_not_taken_for_an_ove
 async def test_an_unprepare_waits_for_a_file_that_is_being_written(
     here: ServedDriver, monkeypatch: pytest.MonkeyPatch, known: bool
 ) -> None:
-    """A file whose write has begun in a thread is removed after that write, at a first and at a repeated Prepare."""
+    """An Unprepare waits until the CDI file that a first or repeated Prepare writes is there, and then removes it."""
     writing, go, write = threading.Event(), threading.Event(), claim_files.CdiStore.write
 
     def slow(store: claim_files.CdiStore, uid: str, data: bytes) -> bool:
@@ -741,7 +741,7 @@ async def test_an_unprepare_waits_for_a_file_that_is_being_written(
 async def test_a_prepare_waits_for_a_file_that_is_being_removed(
     here: ServedDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An Unprepare past its deadline keeps the claim locked until the file is removed; then a Prepare succeeds."""
+    """An Unprepare past its deadline keeps its claim locked until the CDI file is removed; then a Prepare succeeds."""
     removing, go, remove = threading.Event(), threading.Event(), claim_files.CdiStore.remove
 
     def slow(store: claim_files.CdiStore, uid: str) -> bool:
@@ -767,7 +767,7 @@ async def test_a_prepare_waits_for_a_file_that_is_being_removed(
 async def test_a_claim_is_not_prepared_while_its_record_goes(
     here: ServedDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An Unprepare that waits for the disk past its deadline keeps the claim locked; later a Prepare succeeds."""
+    """An Unprepare past its deadline, as the disk hangs, keeps its claim locked; later a Prepare succeeds."""
     monkeypatch.setattr(looks, "PROMPT", 0.001)
     await here.give("1", "d0")
     here = await here.again(deadline=0.1)
@@ -819,7 +819,7 @@ async def test_a_cdi_directory_that_cannot_be_written_is_the_claims_error(here: 
 
 
 async def test_a_restart_answers_the_same_and_writes_lost_files_again(here: ServedDriver) -> None:
-    """After a kill, a lost CDI file is written again, a leftover one is removed, and Prepare gives the same answer."""
+    """After the agent was killed, a lost CDI file is restored, an unknown one removed, and Prepare answers the same."""
     here.claims.add(claim("1", result("d0")))
     first = await here.prepared("1")
     (kept,) = here.files
@@ -881,7 +881,8 @@ async def test_claims_that_went_away_while_the_agent_was_down_are_unprepared(
 ) -> None:
     """A claim that is gone, recreated, deallocated or reallocated is unprepared once no pod uses it.
 
-    The claim stays while the API server is away, the kubelet counts it as prepared, or its pod runs or may run.
+    The claim stays prepared while the API server is away, the kubelet counts the claim as prepared, or its pod runs or
+    may run.
     """
     hooked.claims.add(claim("1", result("d0")), claim("2", result("d1")))
     await hooked.prepared("1")
@@ -926,11 +927,11 @@ async def test_a_prepare_that_a_crash_cut_short_can_be_undone_and_done_again(
     assert ("prepare", ["d1"], Params()) in source.calls
 
 
-# The claims' own files.
+# The files that the agent keeps of claims.
 
 
 async def test_each_claim_has_a_file_of_its_own(hooked: ServedDriver) -> None:
-    """Each claim has a file of the agent's, beside the CDI file, with devices, pods and parameters, until Unprepare."""
+    """Until Unprepare the agent keeps a file of each claim, beside the CDI file, with devices, pods and parameters."""
     await hooked.async_ledger.do(adopt(R, ["bare"], Side.DRA, T0))
     hooked.inventory.publish([*hooked.inventory.snapshot.devices.values(), Device("bare")])
     hooked.claims.add(
@@ -972,7 +973,7 @@ async def test_each_claim_has_a_file_of_its_own(hooked: ServedDriver) -> None:
 async def test_a_claims_file_is_there_before_its_answer(
     hooks: bool, serve: Serve, source: Hooked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With hooks, the claim's file is written before the record, else after it; without a file, Prepare fails."""
+    """With hooks, a claim's file is written before its ledger record, else after; if that fails, Prepare fails."""
     here = await serve(source if hooks else None)
     seen: list[list[str]] = []
     prepare = operations.prepare
@@ -992,7 +993,7 @@ async def test_a_claims_file_is_there_before_its_answer(
 
 
 class Relisted(RegisterHost):
-    """A process whose source lists another device under the same name before a grant."""
+    """A host for the register; each time its source is read again, it lists d0 with the identity in `now`."""
 
     def __init__(self, inventory: Inventory) -> None:
         served: Any = SimpleNamespace(source=Plain(), inventory=inventory, ids_now=lambda device: (device.id,))
@@ -1000,7 +1001,7 @@ class Relisted(RegisterHost):
         self.now: Sequence[str] = ()
 
     async def reread(self, *, checkpoint: bool = True) -> None:
-        """List the device with its identity of now, and with what sysfs shows behind it."""
+        """List d0 with the first token in `now` as its identity, and all tokens as what sysfs shows of its hardware."""
         device, tokens = Device("d0", identity=self.now[0]), frozenset(self.now)
         self.services[R].inventory.publish([device], {"d0": tokens})
 
@@ -1033,9 +1034,9 @@ async def test_a_claim_is_refused_a_device_that_becomes_another_while_it_is_prep
 
 
 async def test_a_claims_file_has_what_is_learned_later(here: ServedDriver) -> None:
-    """Pods that come to share the claim are added to its file.
+    """Pods that come to share a claim are added to the file that the agent keeps of the claim.
 
-    A removed file is not written by that, but by a reconcile.
+    If the file was removed, the addition does not write it again; a reconcile does.
     """
     await here.give("1", "d0")
     await here.async_ledger.do(operations.describe(D, "1", "", "", ["second"]))
@@ -1052,7 +1053,7 @@ async def test_a_claims_file_has_what_is_learned_later(here: ServedDriver) -> No
 async def test_an_own_file_that_vanishes_is_written_again_at_once(
     here: ServedDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A removed own file is written again at once, also that of a claim without edits or of a reopened claim."""
+    """If the agent's file of a claim is removed, it is restored at once; so is that of a claim without edits."""
     monkeypatch.setattr("dra_bridge.driver.claim_files.CHECK", 0.01)
     await here.async_ledger.do(adopt(R, ["bare"], Side.DRA, T0))
     here.inventory.publish([*here.inventory.snapshot.devices.values(), Device("bare")])
@@ -1071,7 +1072,7 @@ async def test_an_own_file_that_vanishes_is_written_again_at_once(
 
 
 async def lost(here: ServedDriver, *prepared: PreparedClaim) -> ServedDriver:
-    """Return the driver after the ledger was lost and rebuilt from evidence. prepared: claims in the claim state."""
+    """Return the driver after the ledger was lost and rebuilt. prepared: the claims in the kubelet's claim state."""
     await here.async_ledger.close()
     os.remove(here.path)
     after = await here.again()
@@ -1090,7 +1091,7 @@ SHARE: dict[str, Any] = {"shareID": "s", "consumedCapacity": {"shares": "1"}}
 
 
 async def test_a_claim_whose_file_is_lost_shares_with_nobody(serve: Serve) -> None:
-    """A claim whose ledger record and own file are lost has the whole device: its CDI file does not tell its share."""
+    """If ledger record and file of a claim are lost, it gets the whole device: its CDI file does not show its share."""
     here = await serve(Halves())
     here.claims.add(claim("1", result("d0", **SHARE)), claim("2", result("d0", **{**SHARE, "shareID": "t"})))
     await here.prepared("1")
@@ -1101,7 +1102,7 @@ async def test_a_claim_whose_file_is_lost_shares_with_nobody(serve: Serve) -> No
 
 
 async def test_pods_of_file_and_claim_state_count(here: ServedDriver) -> None:
-    """A claim's pods are those in its own file and those in the kubelet's claim state."""
+    """A claim's pods are those in the agent's file of the claim and those in the kubelet's claim state."""
     await here.give("1", "d0")
     second = dataclasses.replace(in_claim_state((NODE, "d0", "")), pod_uids=frozenset({"second"}))
     (found,) = here.driver.claim_evidence([second], R)
@@ -1109,9 +1110,10 @@ async def test_pods_of_file_and_claim_state_count(here: ServedDriver) -> None:
 
 
 async def test_a_damaged_file_says_nothing_where_no_other_does(here: ServedDriver) -> None:
-    """A claim whose own file is damaged has the devices of its CDI file or of the claim state.
+    """If the agent's file of a claim is damaged, the claim has the devices of its CDI file or of the claim state.
 
-    If neither exists and the ledger does not know the claim, its devices are unknown: an error.
+    The kubelet writes the claim state. If the claim is in neither of them and not in the ledger, its devices are
+    unknown: an error.
     """
     await here.give("1", "d0")
     (here.cdi / "deviceplugin" / f"{D}_1.claim").write_bytes(b"{")
@@ -1165,7 +1167,7 @@ def in_claim_state(*devices: tuple[str, str, str], admin: Sequence[str] = ()) ->
 
 
 async def test_the_kubelets_claim_state_is_evidence(here: ServedDriver) -> None:
-    """The kubelet's claim state tells a claim's devices of this driver and pool, their shares, pods and the name."""
+    """The kubelet's claim state shows a claim's devices of this driver and pool, their shares, its pods and name."""
     state = in_claim_state((NODE, "d0", ""), (NODE, "d1", "s"), (NODE, "d2", ""), (NODE, "x", ""), admin=["d2"])
     elsewhere = in_claim_state(("other-pool", "d3", ""))
     other = PreparedClaim("2", "default", "c", frozenset(), {"other.example.com": frozenset({(NODE, "d0", "")})})
@@ -1180,7 +1182,7 @@ async def test_the_kubelets_claim_state_is_evidence(here: ServedDriver) -> None:
 
 
 async def test_two_resources_of_one_driver_and_two_drivers_share_a_ledger(here: ServedDriver) -> None:
-    """A driver serves a device d0 of two resources: a claim gets both, by qualified names, in one ledger."""
+    """If two resources of a driver have a device d0, a claim can get both by qualified names; one ledger has both."""
 
     class Other(Plain):
         resource = "example.com/nic"
@@ -1204,7 +1206,7 @@ async def test_two_resources_of_one_driver_and_two_drivers_share_a_ledger(here: 
 
 
 async def test_the_claims_status_is_written_in_the_background_if_wanted(here: ServedDriver) -> None:
-    """By default no request goes to the API server after a Prepare; with `report` one does, and delays nothing."""
+    """By default Prepare does not write the claim's status; with `report` the status is written in the background."""
     here.claims.add(claim("1", result("d0", shareID="s")))
     await here.prepared("1")
     await here.driver.tasks.wait()
@@ -1223,7 +1225,7 @@ async def test_the_claims_status_is_written_in_the_background_if_wanted(here: Se
 
 
 async def test_both_versions_of_the_api_answer_alike(here: ServedDriver, tmp_path: Path) -> None:
-    """Both gRPC versions prepare and unprepare alike; v1 also has the share, and each claim has its own error."""
+    """The v1 and v1beta1 services prepare and unprepare alike; v1 also has the share ID; each claim has its error."""
     here.claims.add(claim("1", result("d0", "fpga/big", shareID="s")), claim("2", result("d9")))
     server = grpc.aio.server()
     registrar.add_to_server(here.driver, registrar.HealthService(here.driver, 10.0), server)
@@ -1371,7 +1373,7 @@ def mostly(good: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 
 
 def fields(optional: Mapping[str, Any] | None = None, **each: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    """Return objects with these fields, each of which is mostly good."""
+    """Return a strategy for objects with these fields; the value of each field is mostly valid."""
     required: dict[str, Any] = {name: mostly(good) for name, good in each.items()}
     return st.fixed_dictionaries(required, optional=optional or {})
 
@@ -1472,7 +1474,7 @@ class NotYet(DriverHost):
 async def test_why_a_device_is_not_given_yet(
     serve: Serve, *, ready: bool, bypassed: bool, reason: str, text: str
 ) -> None:
-    """A claim is refused just after the agent's start, and while another plugin has its resource at the kubelet."""
+    """A claim is refused just after the agent's start, or while the kubelet has another plugin for its resource."""
     here = await serve(host=NotYet(ready=ready, bypassed=bypassed))
     here.claims.add(claim("1", result("d0")))
     error = await here.refusal("1")
@@ -1481,7 +1483,7 @@ async def test_why_a_device_is_not_given_yet(
 
 
 class Pods(DriverHost):
-    """A host with these running pods. unlisted: running pods that the kubelet did not list. error: raised by a read."""
+    """A driver host on which these pods run. unlisted: running pods that the kubelet did not list. error: of a read."""
 
     def __init__(self, *running: str, unlisted: Sequence[str] = ()) -> None:
         self.now = RunningPods(frozenset(running), dict.fromkeys(unlisted, math.inf))
@@ -1500,10 +1502,10 @@ class Pods(DriverHost):
 async def test_a_claim_whose_pods_processes_run_on_is_answered_as_unprepared_and_held(
     serve: Serve, monkeypatch: pytest.MonkeyPatch, *, unlisted: bool
 ) -> None:
-    """While a process of its pod runs, an Unprepare in the end succeeds, but the claim keeps its device.
+    """While a process of a claim's pod runs, Unprepare first fails and later succeeds, but the claim keeps its device.
 
-    The kubelet kills the processes left in a pod's cgroup only after its claims are unprepared. Until then, another
-    claim is refused the device, and a new allocation of the same claim as well.
+    The kubelet kills the processes left in a pod's cgroup only after the pod's claims are unprepared. While they run,
+    another claim for the device is refused, and so is the same claim after a new allocation.
     """
     pod = "other" if unlisted else "pod-uid"
     pods = Pods(pod, unlisted=[pod] if unlisted else [])
@@ -1513,13 +1515,13 @@ async def test_a_claim_whose_pods_processes_run_on_is_answered_as_unprepared_and
     monkeypatch.setattr(preparation, "PATIENCE", 0.0)
     assert await here.unprepare("1") is None
     assert here.own["1"].pods == {"pod-uid"}
-    # Neither another claim gets the device, nor does the same claim that was allocated anew get another one.
+    # Another claim for the same device is refused, and so is the same claim after it was allocated another device.
     here.claims.add(claim("2", result("d0")))
     assert "held by claim default/claim-1" in str(await here.refusal("2"))
     here.claims.add(claim("1", result("d1")))
     assert f"processes of pod {pod} run" in str(await here.refusal("1"))
     assert here.async_ledger.snapshot.claims[D, "1"].held == {(R, "d0")}
-    # Only pods that use the claim are recorded as its pods: the kubelet may have been unable to list any.
+    # A running pod that the kubelet did not list is not recorded as a pod of the claim: it may not use the claim.
     assert here.async_ledger.snapshot.claims[D, "1"].pods == {"pod-uid"}
     del here.claims.claims["claim-1"]
     assert await here.driver.reconciler.reconcile((), PodProcesses(frozenset({pod})), pods.now.unlisted) == {}
@@ -1537,7 +1539,7 @@ def allocated_anew(uid: str, *results: Mapping[str, Any], pod: str = "new") -> d
 
 @pytest.mark.parametrize("unlisted", [False, True])
 async def test_a_prepared_claim_that_is_allocated_anew_is_prepared_anew(serve: Serve, *, unlisted: bool) -> None:
-    """A claim gets its newly allocated device, and frees the former one, once no pod with the former one runs."""
+    """A reallocated claim gets its new device, and frees the former one, once no pod with the former device runs."""
     pod = "other" if unlisted else "pod-uid"
     source, pods = Hooked(), Pods(pod, unlisted=[pod] if unlisted else [])
     here = await serve(source, host=pods)
@@ -1553,7 +1555,7 @@ async def test_a_prepared_claim_that_is_allocated_anew_is_prepared_anew(serve: S
     pods.end()
     (device,) = (await here.prepared("1")).devices
     assert device.device == "d1"
-    # A restarted kubelet also gives the runtime the CDI ids of the former answer.
+    # A restarted kubelet also gives the runtime the CDI ids of the former answer, so these name the new device, too.
     assert "FPGA_1=1" in here.edits(before.cdi_ids[0])[0]["env"]
     assert [call[:2] for call in source.calls if call[0] != "released"] == [
         ("unprepare", ["d0"]),
@@ -1586,7 +1588,7 @@ async def test_any_difference_of_the_allocation_is_a_new_preparation(here: Serve
 
 
 async def test_a_claim_that_is_allocated_anew_waits_for_pods_that_are_not_known(here: ServedDriver) -> None:
-    """If the pods with its former device are unknown, Prepare of a new allocation fails, until an Unprepare."""
+    """If it is unknown which pods have a claim's former device, Prepare of a new allocation waits for an Unprepare."""
     made = claim("1", result("d0"))
     made["status"]["reservedFor"] = [{"resource": "jobs", "apiGroup": "batch", "uid": "j"}]
     here.claims.add(made)
@@ -1640,7 +1642,7 @@ async def test_a_pod_that_ran_before_a_claim_was_prepared_does_not_use_it(serve:
 
 @pytest.mark.parametrize("error", [ClaimStateError("torn"), OSError("cgroups"), LedgerError("full")])
 async def test_a_claim_stays_prepared_while_its_pods_cannot_be_known(serve: Serve, error: Exception) -> None:
-    """If running pods cannot be read, an Unprepare fails, also of a claim with known pods: others may share it."""
+    """If running pods cannot be read, Unprepare fails, also for a claim with known pods: other pods may share it."""
     pods = Pods()
     here = await serve(host=pods)
     await here.give("1", "d0")

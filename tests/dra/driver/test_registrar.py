@@ -145,7 +145,7 @@ async def aside(work: Callable[..., _T], *args: Any) -> _T:
 async def test_a_driver_registers_prepares_and_goes(
     driver: Driver, root: Path, kubelet: FakeDraKubelet, server: Server
 ) -> None:
-    """A driver registers, prepares and unprepares a pod's claim, and goes.
+    """A driver registers with the kubelet, prepares and unprepares a pod's claim, and leaves no socket when it ends.
 
     Each container gets the devices of its own requests; a second pod gets the same answer.
     """
@@ -260,7 +260,7 @@ async def test_a_refusal_is_said_and_tried_again(
 
 
 async def test_two_instances_may_be_registered_at_once(driver: Driver, root: Path, kubelet: FakeDraKubelet) -> None:
-    """Two instances of a driver run, as in a rolling update: the newer is called, and the older keeps its socket."""
+    """Of two instances of a driver, as in a rolling update, the kubelet calls the newer; the older keeps its socket."""
     async with Running(driver, root):
         (old,) = await aside(kubelet.wait_registered, D)
         async with Running(driver, root):
@@ -318,7 +318,7 @@ async def test_the_sockets_are_swept_once_for_all_drivers(root: Path, monkeypatc
 async def test_a_driver_of_a_former_version_may_be_registered_beside_this_one(
     driver: Driver, root: Path, kubelet: FakeDraKubelet, server: Server
 ) -> None:
-    """Beside a former version's driver with two sockets, this driver is called, and the former's sockets stay."""
+    """The kubelet calls this driver, not a former version's driver beside it, whose two sockets stay."""
     server.add(claim("c", "uid-1", ("r", "d0")))
     former, pod = BareDriver(root, D), FakeDraPod("p1", "p1", ["c"], {"a": [("c", "r")]})
     (old,) = await aside(kubelet.wait_registered, D)
@@ -358,7 +358,7 @@ async def test_drivers_of_an_agent_share_a_directory(
 
 
 async def test_silence_is_broken_by_new_sockets(driver: Driver, root: Path) -> None:
-    """While no kubelet registers the driver, it makes a new socket from time to time: a watcher may have missed one."""
+    """While no kubelet registers the driver, it makes a new socket now and then: a kubelet may have missed the last."""
     registry = root / "plugins_registry"
     registry.mkdir()
     names: set[str] = set()
@@ -439,7 +439,7 @@ async def test_sockets_of_a_registered_driver_are_looked_at_when_they_change(
 async def test_a_registry_that_cannot_be_written_is_said_and_waited_for(
     driver: Driver, root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """While the plugin registry's directory cannot be made, the log says so; then the driver registers by itself."""
+    """If the plugin registry's directory cannot be made, the log says so; once it can be made, the driver registers."""
     (root / "plugins_registry").write_text("in the way")
     async with Running(driver, root) as registrar:
         await until(lambda: registrar.statistics.failures)
@@ -483,7 +483,7 @@ async def test_health_is_told_at_once_and_kept_alive(driver: Driver, root: Path,
 async def test_health_reaches_every_kubelet(
     driver: Driver, root: Path, server: Server, known: Sequence[str] | None, chosen: str
 ) -> None:
-    """Each kubelet chooses a health version that it serves, and still uses v1 for claims."""
+    """Each kubelet chooses a version of the health service that it knows, and uses v1 for claims."""
     with FakeDraKubelet(root, server.read, health_services=known) as kubelet:
         async with Running(driver, root):
             (plugin,) = await aside(kubelet.wait_registered, D)
@@ -551,7 +551,7 @@ async def test_a_pod_gets_the_drivers_words(
 
 @pytest.mark.parametrize("length", [5, 40, 63])
 def test_paths_fit_and_stay_apart(length: int) -> None:
-    """Socket paths of long driver names differ and have at most 107 bytes; a directory too long is an error."""
+    """Socket paths of long driver names differ and have at most 107 bytes; a directory too long for it is an error."""
     directory = Path("/var/lib/kubelet/plugins_registry")
     paths = {socket_path(directory, letter * length, "-0123456789ab-reg.sock") for letter in "ab"}
     assert len(paths) == 2

@@ -1,4 +1,4 @@
-"""CDI files of prepared claims get a device's new number, and never the number of another device."""
+"""CDI files of prepared claims get a device's new device number, and never the number of another device."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ def numbers(here: ServedDriver, *cdi_ids: str) -> dict[str, str]:
 async def test_a_file_follows_what_is_the_same_device(
     here: ServedDriver, stick: Stick, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A device in the same port (`by-path`) is the same: its claim's CDI file gets its new number.
+    """If a device in the same port (a `by-path` link) has a new device number, its claim's CDI file gets this number.
 
-    By another link (`by-id`) nothing shows that the device is the same, and the file stays. A restarted agent renews
-    the file, too.
+    For a link in `by-id` nothing shows that the device is the same one, and the file stays as it is. A restarted agent
+    also renews the file.
     """
     monkeypatch.setattr("dra_bridge.driver.renewal.CHECK", 0.01)
     await here.give("1", "d0")
@@ -86,7 +86,7 @@ async def test_a_file_follows_what_is_the_same_device(
 async def test_a_claim_keeps_its_nodes_when_the_configuration_gives_its_device_others(
     here: ServedDriver, stick: Stick, change: str
 ) -> None:
-    """A claim keeps its nodes if the configuration adds, removes or renames nodes of its device, or changes rights."""
+    """A claim keeps its nodes if the configuration adds, removes or renames its device's nodes, or changes rights."""
     other = stick.link.with_name("y")
     other.symlink_to("/dev/ptmx")
     x, y = DeviceNode(str(stick.link)), DeviceNode(str(other), "/dev/y")
@@ -113,7 +113,7 @@ async def test_a_claim_keeps_its_nodes_when_the_configuration_gives_its_device_o
 
 @pytest.mark.parametrize("stick", ["by-id"], indirect=True)
 async def test_a_file_has_all_nodes_of_a_device_that_its_source_identifies(here: ServedDriver) -> None:
-    """The CDI file gets all nodes that a source lists for a device of the same identity, without help of sysfs."""
+    """A claim's CDI file gets all nodes that the source lists for a device of the granted identity, without sysfs."""
     name = identity.port("usb:1-2")
     await identity.publish(here.inventory, [Device("d0", nodes=["/dev/tty"], identity=name)], {})
     await here.give("1", "d0")
@@ -143,7 +143,7 @@ async def test_a_file_stays_while_its_device_is_gone_or_of_another_boot(here: Se
 async def test_a_driver_without_claims_sleeps_until_it_has_one(
     here: ServedDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A driver without claims checks no numbers; the first recorded claim ends its wait."""
+    """A driver without claims does not check device numbers; the first recorded claim ends its wait."""
     monkeypatch.setattr("dra_bridge.driver.renewal.CHECK", 0.25)
     waits, after = list[float](), Changes.after
 

@@ -1,6 +1,7 @@
-"""At every step of a swap, a CDI file has no number of another device, and none that another holder reaches.
+"""While two USB sticks swap device numbers, no CDI file has the other stick's number, or one that another holder has.
 
-Two sticks are links to /dev/tty and /dev/ptmx. A fake sysfs shows the numbers of these nodes as those of USB devices.
+The two sticks are links to /dev/tty and /dev/ptmx. A fake sysfs shows the numbers of these nodes as those of USB
+devices.
 """
 
 from __future__ import annotations
@@ -124,7 +125,7 @@ def record(here: ServedDriver, uid: str) -> Claim:
 
 
 def reaches(here: ServedDriver, uid: str) -> set[str]:
-    """Return the device numbers that a claim reaches, by the register and by the claim's own file."""
+    """Return the device numbers that a claim's containers may have, by ledger and by the agent's file of the claim."""
     (device,) = record(here, uid).devices
     assert here.own[uid].devices == (device,)
     its = device.identity
@@ -138,9 +139,9 @@ async def left(here: ServedDriver, uid: str) -> None:
 
 
 async def test_two_claims_swap_their_numbers(here: ServedDriver, sticks: Sticks, pods: Pods) -> None:
-    """Two sticks swap numbers: each claim gets a CDI file with its stick's new number.
+    """Two sticks swap device numbers: each claim gets a CDI file with its stick's new number.
 
-    Until the containers of the other claim, which reach this number, have restarted, the claim has no CDI file.
+    A claim has no CDI file until the containers of the other claim, which still have this number, have restarted.
     """
     await publish(here, sticks.plug(A=1, B=0))
     for uid, had in (("1", TTY), ("2", PTMX)):
@@ -177,7 +178,7 @@ async def test_a_stick_that_is_away_has_no_number(here: ServedDriver, sticks: St
 
 
 def check(here: ServedDriver) -> None:
-    """Check that each number in a CDI file is reached by the file's claim, and by no other claim."""
+    """Check that each number in a claim's CDI file is one that this claim's containers may have, and no other's."""
     for uid, other in ("12", "21"):
         (held,), (of_other,) = record(here, uid).devices, record(here, other).devices
         mine, theirs = ((i.tokens | i.reached) - i.left for i in (held.identity, of_other.identity))
@@ -188,7 +189,7 @@ def check(here: ServedDriver) -> None:
 async def test_an_agent_is_killed_at_each_step_of_a_swap(
     here: ServedDriver, sticks: Sticks, pods: Pods, monkeypatch: pytest.MonkeyPatch, killed: int
 ) -> None:
-    """An agent that is killed before any write leaves no CDI file with another claim's number; the swap goes on."""
+    """An agent that is killed before any write leaves no CDI file with another claim's number; the next one goes on."""
     write, writes = ClaimFiles.write, 0
 
     async def broken(self: ClaimFiles, *arguments: Any) -> bool:
@@ -257,7 +258,7 @@ async def test_a_claim_that_waits_is_prepared_as_before(here: ServedDriver, stic
 
 
 async def test_a_node_of_the_granted_stick_that_comes_later_is_added(tmp_path: Path, sticks: Sticks) -> None:
-    """A new node for a part of a claim's stick is added to its CDI file once sysfs shows that, and removed after."""
+    """A claim's CDI file gets a new node while sysfs shows that the node belongs to the claim's stick."""
     (usb,) = sticks.plug(A=0)
     component = tmp_path / "sys/devices/usb1/1-A/1-A:1.0/ttyUSB0"
     component.mkdir(parents=True)
@@ -281,9 +282,9 @@ async def test_a_node_of_the_granted_stick_that_comes_later_is_added(tmp_path: P
 
 
 async def test_a_claim_of_a_group_follows_its_own_sticks_alone(here: ServedDriver, sticks: Sticks) -> None:
-    """The configuration adds claim 2's stick to claim 1's device: claim 1's file keeps only its own stick.
+    """The configuration adds claim 2's stick to claim 1's device: claim 1's CDI file keeps only its own stick.
 
-    After a swap of both sticks, neither claim has a file.
+    After a swap of both sticks' numbers, neither claim has a CDI file.
     """
     a, b = sticks.plug(A=0, B=1)
     await publish(here, [Device("a", nodes=[*a.nodes, *b.nodes])])
@@ -310,7 +311,7 @@ async def test_administrative_access_follows_a_device(here: ServedDriver, sticks
 async def test_numbers_that_an_older_agent_has_swapped_are_withheld(
     here: ServedDriver, sticks: Sticks, pods: Pods
 ) -> None:
-    """An older agent wrote swapped numbers into both CDI files: they are removed until the containers restart."""
+    """An older agent wrote swapped numbers into two CDI files: the files are removed until the containers restart."""
     devices = sticks.plug(A=1, B=0)
     for uid, other in ("12", "21"):
         mine, theirs = record(here, uid), record(here, other)

@@ -18,7 +18,7 @@ from tests.dra.driver.served import T0, D, Plain, R, Serve, ServedDriver, claim,
 from tests.waits import until
 
 CALL = 45.0
-"""Seconds that the kubelet gives a call."""
+"""Seconds after which the kubelet gives up a call."""
 
 Answers = dict[str, Prepared | ClaimError]
 
@@ -38,7 +38,7 @@ def failures(here: ServedDriver) -> dict[str, int]:
 
 
 async def held(here: ServedDriver, *more: str) -> None:
-    """Have claim 1 hold d0, and add claim 2 to d0; each claim in `more` gets a device of its own."""
+    """Have claim 1 hold d0, and add claim 2, which is allocated d0 too; claims in `more` get devices of their own."""
     await here.give("1", "d0")
     here.claims.add(claim("2", result("d0")), *(claim(uid, result(f"d{n + 1}")) for n, uid in enumerate(more)))
 
@@ -159,7 +159,7 @@ async def test_a_wait_ends_when_the_claim_is_gone(serve: Serve, monkeypatch: pyt
 
 
 async def test_a_claim_waits_for_the_move_that_it_begins(serve: Serve) -> None:
-    """Prepare of a claim to an idle device on the plugin's side begins a move, and succeeds when the move ends."""
+    """Prepare of a claim for an idle device that is for limits begins its move to DRA, and succeeds after the move."""
     here = await serve(side=Side.PLUGIN)
     here.claims.add(claim("1", result("d0")))
     waiting_call = call(here, "1")

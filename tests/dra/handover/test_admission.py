@@ -1,4 +1,4 @@
-"""Which moves would make a kubelet restart end pods, and which pods."""
+"""Which pods a kubelet restart would end, and which moves of devices from limits to claims would cause this."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ R, OTHER, D = "example.com/card", "example.com/other", "card.example.com"
 @pytest.mark.parametrize(
     ("shown", "by_plugin", "by_dra", "leaving", "allowed"),
     [
-        # No pod by limits through DRA: moves are never blocked, those of held devices included.
+        # No pod by limits has a device through DRA: no move is blocked, not even a move of held devices.
         (8, 0, 0, 8, True),
         (8, 2, 0, 6, True),
         (8, 2, 0, 8, True),
         (0, 2, 0, 0, True),
-        # No pod of the plugin side: all may leave.
+        # No pod has a device of the plugin: all devices may leave.
         (4, 0, 2, 4, True),
         (1, 0, 6, 1, True),
-        # Pods of both sides: a move needs enough devices to stay for all of them.
+        # Pods by limits on both sides, plugin and DRA: a device may leave if enough devices stay for all these pods.
         (4, 2, 2, 1, False),
         (4, 2, 2, 4, False),
-        (4, 1, 2, 1, True),  # one of the two pods of the plugin side has ended
+        (4, 1, 2, 1, True),  # one of the two pods with a device of the plugin has ended
         (4, 1, 2, 2, False),
         (3, 1, 2, 1, False),
         (8, 2, 2, 4, True),
         (8, 2, 2, 5, False),
-        # The checkpoint's number is the larger one, before and after the move: nothing changes.
+        # Pods hold as many ids as are healthy, or more: the count by which the kubelet admits pods does not change.
         (1, 2, 2, 1, True),
         (2, 2, 2, 2, True),
         (2, 2, 6, 1, True),
         (3, 2, 6, 1, False),
-        # No device that the kubelet counts leaves: those that leave are broken or withdrawn.
+        # No device leaves that the kubelet counts: the devices that leave are broken or withdrawn.
         (2, 1, 6, 0, True),
         # The kubelet is not connected: its number of devices is not known.
         (None, 2, 2, 1, False),
@@ -46,12 +46,12 @@ R, OTHER, D = "example.com/card", "example.com/other", "card.example.com"
     ],
 )
 def test_devices_that_may_leave(shown: int | None, by_plugin: int, by_dra: int, leaving: int, allowed: bool) -> None:
-    """Devices may leave the plugin if a kubelet restart then ends no pod of the plugin, whatever the pods' ages."""
+    """Devices may leave the plugin if this cannot make a kubelet restart end a pod, whatever the pods' ages."""
     assert may_leave(Counts(shown, by_plugin, by_dra), leaving) is allowed
 
 
 def test_no_batch_that_may_leave_ends_a_pod() -> None:
-    """If `may_leave` allows a move, the kubelet denies the same pods before and after it: all ages of up to 5 pods."""
+    """If `may_leave` allows a move, a kubelet restart ends the same pods before and after it, for up to 5 pods."""
     tried = 0
     for kinds in itertools.chain.from_iterable(itertools.product((True, False), repeat=n) for n in range(6)):
         pods = [AdmittedPod(f"{age}", float(age), 1, by_dra) for age, by_dra in enumerate(kinds)]
@@ -78,8 +78,8 @@ def dra(created: float, asks: int = 1) -> AdmittedPod:
 @pytest.mark.parametrize(
     ("pods", "capacity", "ended"),
     [
-        ([pod("a", 1), pod("b", 2), dra(3), dra(4)], 2, ()),  # pods of the plugin side are older
-        ([dra(1), dra(2), pod("a", 3), pod("b", 4)], 2, ("a", "b")),  # pods of the plugin side are younger
+        ([pod("a", 1), pod("b", 2), dra(3), dra(4)], 2, ()),  # the pods with devices of the plugin are older
+        ([dra(1), dra(2), pod("a", 3), pod("b", 4)], 2, ("a", "b")),  # the pods with devices of the plugin are younger
         ([dra(1), dra(2), pod("a", 3), pod("b", 4)], 4, ()),  # there is room for all pods
         ([dra(1), dra(2), pod("a", 3), pod("b", 4)], 3, ("b",)),
         ([pod("a", 1), dra(2), pod("b", 3)], 2, ("b",)),
@@ -95,7 +95,7 @@ def test_pods_that_are_denied(pods: list[AdmittedPod], capacity: int, ended: tup
 
 
 def test_what_the_register_says() -> None:
-    """Counted are the granted ids of one resource, and the devices of claims that stand for limits."""
+    """Counts have a resource's granted ids, and the devices of claims that Kubernetes made for pods with limits."""
 
     def held(name: str, since: float, *uids: str, resource: str = R) -> AllocationRecord:
         holders = frozenset((uid, "main") for uid in uids)

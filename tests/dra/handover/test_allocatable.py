@@ -1,4 +1,4 @@
-"""The Node's allocatable number: before devices are withdrawn, and when they are back."""
+"""The allocatable number of devices in a Node's status: lowered before devices leave, raised when they are back."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.waits import until
 
 
 class FakeStatus:
-    """The status of a Node. writes_back: the kubelet writes its own number after each write."""
+    """The status of a Node. writes_back: after each write of the agent the kubelet writes its own number of devices."""
 
     def __init__(self, number: int | None = 8, *, takes: bool = True, writes_back: bool = False) -> None:
         self.writes: list[int] = []
@@ -53,7 +53,7 @@ class FakeStatus:
 
 
 async def test_a_lower_number_is_written_once_and_waited_for() -> None:
-    """A lower number is written and awaited; a second call with the same number writes nothing."""
+    """A lower allocatable number is written and awaited; a second call with the same number writes nothing."""
     cluster = FakeStatus()
     assert await cluster.status.lower(R, 5)
     assert not await cluster.status.lower(R, 5)
@@ -61,7 +61,7 @@ async def test_a_lower_number_is_written_once_and_waited_for() -> None:
 
 
 async def test_a_number_that_the_kubelet_writes_back_is_written_again() -> None:
-    """If the kubelet writes its old number back, the lower number is written again."""
+    """If the kubelet writes its old allocatable number back, the agent writes the lower number again."""
     cluster = FakeStatus()
     lowering = asyncio.create_task(cluster.status.lower(R, 5))
     async with asyncio.timeout(10):
@@ -74,7 +74,7 @@ async def test_a_number_that_the_kubelet_writes_back_is_written_again() -> None:
 
 
 async def test_a_number_that_comes_late_is_written_over() -> None:
-    """A late report of the old number is overwritten; after a device has come back, the higher number stays."""
+    """A late kubelet report with the old number is overwritten; a higher number stays once devices have come back."""
     cluster = FakeStatus()
     assert await cluster.status.lower(R, 5)
     cluster.wrote.clear()
@@ -91,7 +91,7 @@ async def test_a_number_that_comes_late_is_written_over() -> None:
 
 
 async def test_a_number_that_comes_much_later_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A report that comes long after the withdrawal is not overwritten."""
+    """A kubelet report with the old number that comes long after the devices were withdrawn is not overwritten."""
     monkeypatch.setattr(allocatable, "LATE", 0.0)
     cluster = FakeStatus()
     assert await cluster.status.lower(R, 5)
@@ -102,14 +102,14 @@ async def test_a_number_that_comes_much_later_is_left(monkeypatch: pytest.Monkey
 
 
 async def test_without_the_right_nothing_is_waited_for() -> None:
-    """If the agent may not write the Node's status, it tries once and does not wait."""
+    """An agent that may not write the Node's status tries once, and does not wait for the lower number."""
     cluster = FakeStatus(takes=False)
     assert not await cluster.status.lower(R, 5)
     assert cluster.writes == [5]
 
 
 async def test_a_node_that_does_not_name_the_resource_needs_no_write() -> None:
-    """A Node that does not list the resource needs no write."""
+    """If the Node's status does not list the resource, nothing is written."""
     cluster = FakeStatus(None)
     assert not await cluster.status.lower(R, 0)
     assert cluster.writes == []
@@ -128,7 +128,7 @@ async def test_a_kubelet_that_writes_its_number_all_the_time_does_not_stop_moves
 
 
 async def test_the_number_rises_when_the_kubelet_has_the_devices() -> None:
-    """The number rises when the kubelet counts the returned devices as healthy, in one write for all."""
+    """The allocatable number rises in one write once the kubelet counts all returned devices as healthy."""
     cluster = FakeStatus(5)
     cluster.healthy = frozenset({"d0", "d1"})
     cluster.status.taken_back(R, {"d5", "d6"})
@@ -143,7 +143,7 @@ async def test_the_number_rises_when_the_kubelet_has_the_devices() -> None:
 
 
 async def test_the_number_does_not_rise_above_what_stays() -> None:
-    """The number rises only by the returned devices, although the kubelet still counts more."""
+    """The allocatable number rises only by the number of returned devices, although the kubelet still counts more."""
     cluster = FakeStatus(8)
     cluster.healthy = frozenset(f"d{number}" for number in range(8))
     assert await cluster.status.lower(R, 3)
@@ -157,7 +157,7 @@ async def test_the_number_does_not_rise_above_what_stays() -> None:
 
 
 def test_quantities_are_read() -> None:
-    """A quantity such as 1k is 1000 devices; one that cannot be parsed is left out."""
+    """A quantity such as 1k is 1000 devices; a quantity that cannot be parsed is left out."""
     assert numbers({R: "8", "a": "1k", "b": "x"}) == {R: 8, "a": 1000}
 
 
@@ -182,7 +182,7 @@ def ask(node: FakeNode, share: str) -> None:
 
 
 async def settled(bridge: Bridge, dra: int, total: int) -> None:
-    """Wait until `dra` of `total` devices are on the DRA side and the others on the plugin's."""
+    """Wait until `dra` of `total` devices are for claims and the others are for limits."""
     wanted = [State.DRA] * dra + [State.PLUGIN] * (total - dra)
 
     def states() -> list[State]:
@@ -228,7 +228,7 @@ async def test_pods_that_come_while_devices_leave(
 
 
 async def test_pods_that_wait_start_when_devices_are_back(node: FakeNode) -> None:
-    """A pod that waits for returned devices starts before the kubelet's next report of its status."""
+    """A pod starts with returned devices before the kubelet's next status report, as the agent raises the number."""
     async with running(node, 4) as bridge:
         ask(node, "all")
         await settled(bridge, 4, 4)

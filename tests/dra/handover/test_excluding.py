@@ -1,4 +1,4 @@
-"""Devices that are the same hardware, or parts of it, with pods and claims on the embedded node."""
+"""Devices that are the same hardware, or parts of the same hardware, given to pods and claims on the fake node."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def part(name: str, slices: int) -> Device:
 
 
 def parts() -> tuple[Listed, Listed]:
-    """A source with a whole device, and one with its two halves; both have the same driver."""
+    """Return a source with a whole device, and a source with the device's two halves; both have the same driver."""
     return Listed(A, D, part("w", 2)), Listed(B, D, part("h0", 1), part("h1", 1))
 
 
@@ -51,7 +51,7 @@ async def test_parts_of_one_device_move_together(node: FakeNode) -> None:
 
 
 async def test_a_claim_that_comes_for_a_part_has_all_of_them_move(node: FakeNode) -> None:
-    """A claim to one part has all parts move; then it is prepared, and no part is offered until it ends."""
+    """For a claim for one part, all parts of a device move; it is prepared, and no part is offered until it ends."""
     async with on_node(node, *parts()) as here:
         await here.until(lambda: here.healthy() == {"w", "h0", "h1"})
         claim = here.allocate("c", D, here.names["h1"])
@@ -66,7 +66,7 @@ async def test_a_claim_that_comes_for_a_part_has_all_of_them_move(node: FakeNode
 
 
 async def test_a_claim_is_decided_with_what_moves_along(node: FakeNode, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prepare tells the ledger all devices that would move along, of both resources."""
+    """Prepare tells the ledger all devices that would move with the claim's device, of both resources."""
     told: list[object] = []
     prepare = operations.prepare
 
@@ -82,9 +82,9 @@ async def test_a_claim_is_decided_with_what_moves_along(node: FakeNode, monkeypa
 
 
 async def test_a_device_of_two_drivers_has_one_holder(node: FakeNode) -> None:
-    """Two drivers' devices are the same hardware: on different sides neither is offered.
+    """Devices of two drivers are the same hardware: if one is for limits and one for claims, neither is offered.
 
-    While a pod holds one, claims to the other are refused.
+    While a pod holds one of the two, claims for the other are refused.
     """
     async with on_node(
         node, Listed(A, D, Device("one", identity="x")), Listed(B, E, Device("two", identity="x"))

@@ -28,7 +28,7 @@ def test_pairs_are_groups() -> None:
 
 
 def test_a_full_mesh_is_no_group() -> None:
-    """Devices that are all linked alike, or without links, have no groups."""
+    """Devices that are all linked with each other, or that have no links, form no groups."""
     assert link_groups(GPUS, links({}, 1200.0)) == ()
     assert link_groups(GPUS, {}) == ()
 
@@ -54,7 +54,7 @@ def test_devices_shared_differently() -> None:
 
 
 def test_order_is_found_again_only_when_devices_or_links_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The order of devices by their links is computed again only when the devices or the links change."""
+    """The order of devices by their links is computed again only when devices or links have changed."""
     tied = links({(0, 2): 200.0, (1, 3): 200.0}, 10.0)
     found = topology.arranged(GPUS, tied)
     asked: list[set[str]] = []

@@ -1,4 +1,4 @@
-"""Which devices move, and what their moves wait for."""
+"""Which devices move between limits and claims, and what their moves wait for."""
 
 from __future__ import annotations
 
@@ -46,7 +46,10 @@ from tests.model.flow import DEVICES, Flow, Outside, R, Source
 
 
 async def test_a_device_leaves_the_slice_at_once_and_waits_for_its_claim(tmp_path: Path) -> None:
-    """An allocated device leaves the slices at once; its claim can still be prepared, and delays the move."""
+    """When allocated devices are to return to limits, they leave the slices at once, and each move waits for its claim.
+
+    The claim can still be prepared.
+    """
     outside = Outside()
     flow = await Flow.begin(tmp_path, outside, Source())
     await flow.move(2)
@@ -79,7 +82,7 @@ class Clock:
 async def test_a_claim_that_keeps_a_device_is_read_seldom_and_claims_are_not_listed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While a claim keeps its device for an hour, claims are listed once and this claim is read at most 40 times."""
+    """While a claim keeps its device for an hour, claims are listed once, and this claim is read at most 40 times."""
     outside, clock = Outside(), Clock()
     flow = await Flow.begin(tmp_path, outside, Source())
     await flow.move(1)
@@ -117,7 +120,7 @@ async def test_a_claim_that_keeps_a_device_is_read_seldom_and_claims_are_not_lis
 
 
 async def test_a_list_that_fails_is_not_tried_at_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While lists of claims fail for an hour, 120 to 250 are tried for all devices together; then the devices move."""
+    """If lists of claims fail for an hour, 120 to 250 are tried for all devices together; then the devices move."""
     outside, clock = Outside(), Clock()
     flow = await Flow.begin(tmp_path, outside, Source())
     await flow.move(2)
@@ -146,7 +149,7 @@ async def test_a_list_that_fails_is_not_tried_at_every_step(tmp_path: Path, monk
 async def test_a_list_that_began_before_the_slice_was_accepted_ends_no_move(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A list of claims that began before the slice lost the device ends no move; a later list does."""
+    """A move from claims to limits ends only by a list of claims that began after the slice had lost the device."""
     flow = await Flow.begin(tmp_path, Outside(), Source())
     await flow.move(2)
     began = 4.0
@@ -169,7 +172,7 @@ async def test_a_list_that_began_before_the_slice_was_accepted_ends_no_move(
 async def test_a_share_that_is_forced_no_more_when_the_claims_are_listed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A forced share that is withdrawn while claims are listed forces no move."""
+    """If a forced share of 0 is replaced by an unforced one while claims are listed, no device is forced to move."""
     flow = await Flow.begin(tmp_path, Outside(), Source())
     await flow.move(2)
 
@@ -187,7 +190,7 @@ async def test_a_share_that_is_forced_no_more_when_the_claims_are_listed(
 
 
 async def test_a_claim_that_comes_late_finds_its_device_at_another_try(tmp_path: Path) -> None:
-    """An idle device moves to DRA for a claim at a share of 0, and returns after the claim's end."""
+    """If no device is for claims, an idle device still moves to DRA for a claim, and returns after the claim's end."""
     outside = Outside()
     flow = await Flow.begin(tmp_path, outside, Source())
     outside.record("allocated", "1=a")
@@ -202,7 +205,7 @@ async def test_a_claim_that_comes_late_finds_its_device_at_another_try(tmp_path:
 async def test_a_step_that_follows_another_plans_with_the_new_device_lists(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After a step with moves, woken tasks (the device lists) run before the next step."""
+    """After a step that moves devices, the woken tasks, which send the device lists, run before the next step."""
     flow = await Flow.begin(tmp_path, Outside(), Source())
     events: list[str] = []
     followed = asyncio.Event()
@@ -230,7 +233,7 @@ async def test_a_step_that_follows_another_plans_with_the_new_device_lists(
 
 
 def test_devices_that_a_claim_came_for_are_not_turned_round() -> None:
-    """A device that moves to DRA for a waiting claim does not move back, if the share is 0 or used up."""
+    """A device that moves to DRA for a waiting claim does not move back, however few devices are to be for claims."""
     states = {"a": State.TO_DRA, "b": State.DRA, "c": State.PLUGIN}
     assert plan(states, (), Share(0)).to_plugin == ("a", "b")
     assert plan(states, (), Share(0), expected={"a"}).to_plugin == ("b",)
@@ -238,7 +241,7 @@ def test_devices_that_a_claim_came_for_are_not_turned_round() -> None:
 
 
 def test_what_is_held_is_not_expected(tmp_path: Path) -> None:
-    """A moving device counts as expected by the claim that reserves it; once a pod is granted the device, as held."""
+    """A moving device counts as expected while a claim has reserved it, and as held once a pod is granted it."""
     claim = Claim("d", "1", "default", "c", (ClaimDevice(R, "a"),), None, 1.0)
     with DirectLedger(str(tmp_path / "ledger.db")) as store:
         store.do(adopt(R, DEVICES, Side.PLUGIN, 1.0))
@@ -250,7 +253,7 @@ def test_what_is_held_is_not_expected(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_evidence_is_gathered_in_the_order_of_the_rule(tmp_path: Path, replicas: int) -> None:
-    """A device counts as withdrawn from the kubelet if none of its ids is healthy; without a kubelet, none counts."""
+    """A device counts as withdrawn from the kubelet if none of its ids is healthy; without a kubelet no device does."""
     with DirectLedger(str(tmp_path / "ledger.db")) as store:
         store.do(adopt(R, DEVICES, Side.PLUGIN, 1.0))
         store.do(operations.begin_move(R, DEVICES, Side.DRA, 1.0))
@@ -290,7 +293,7 @@ def movable(now: RegisterSnapshot, resource: str, refused: Mapping[RecordKey, Re
 
 
 def test_parts_of_one_device_count_as_one(tmp_path: Path) -> None:
-    """Of parts of one device only the first is planned; it is held if any part is held, also by another resource."""
+    """Of the parts of one device only the first is planned; it counts as held if any part is held in any resource."""
     with DirectLedger(str(tmp_path / "ledger.db")) as store:
         store.do(adopt(R, ["a", "b", "d"], Side.PLUGIN, 0.0))
         store.do(adopt(S, ["c"], Side.PLUGIN, 0.0))
@@ -302,7 +305,7 @@ def test_parts_of_one_device_count_as_one(tmp_path: Path) -> None:
 
 
 def test_parts_follow_the_first(tmp_path: Path) -> None:
-    """The other parts follow the first part, in both directions and in both resources."""
+    """When the first part of a device moves, to DRA or back, the other parts follow it, in both resources."""
     with DirectLedger(str(tmp_path / "ledger.db")) as store:
         store.do(adopt(R, ["a", "b", "d"], Side.PLUGIN, 0.0))
         store.do(adopt(S, ["c"], Side.PLUGIN, 0.0))
@@ -316,7 +319,7 @@ def test_parts_follow_the_first(tmp_path: Path) -> None:
 
 
 def test_a_claim_for_a_part_takes_all_along(tmp_path: Path) -> None:
-    """All parts move for a claim to one part, and a share of 0 does not reverse their move."""
+    """All parts of a device move for a claim for one part, also if the share asks for no devices on the DRA side."""
     with DirectLedger(str(tmp_path / "ledger.db")) as store:
         store.do(adopt(R, ["a", "b"], Side.PLUGIN, 0.0))
         store.do(adopt(S, ["c"], Side.PLUGIN, 0.0))
@@ -337,14 +340,14 @@ def test_a_claim_for_a_part_takes_all_along(tmp_path: Path) -> None:
 
 
 def refused_now(now: RegisterSnapshot, *devices: str) -> dict[RecordKey, RefusedClaim]:
-    """Return claim 1 of driver d as it is recorded after a refusal."""
+    """Return the ledger's record of a refusal of driver d's claim 1, which is allocated these devices."""
     return {("d", "1"): RefusedClaim("default/c", {(R, name): now.device(R, name).sequence for name in devices})}
 
 
 def test_a_refused_claim_takes_held_devices_once(tmp_path: Path) -> None:
-    """A refused claim begins the move of its held devices and their groups, once.
+    """After a claim was refused, its devices, which pods hold, and their groups begin to move to DRA, once.
 
-    The move is not reversed while the claim is kept, and is not begun again after it was reversed.
+    The move is not reversed while the refusal is remembered, and is not begun again after it was reversed.
     """
     with DirectLedger(str(tmp_path / "ledger.db")) as store:
         store.do(adopt(R, ["a", "b", "d"], Side.PLUGIN, 0.0))
@@ -366,7 +369,10 @@ def test_a_refused_claim_takes_held_devices_once(tmp_path: Path) -> None:
 
 
 def test_no_refused_claim_takes_devices_while_pods_have_some_by_limits_from_both_sides(tmp_path: Path) -> None:
-    """A refused claim moves no device, and no group with one, whose resource has pods by limits on both sides."""
+    """A refused claim moves no device of a resource while its pods by limits have devices of both plugin and DRA.
+
+    It moves no group with such a device either.
+    """
     with DirectLedger(str(tmp_path / "ledger.db")) as store:
         store.do(adopt(R, ["a", "b", "d"], Side.PLUGIN, 0.0))
         store.do(adopt(S, ["c"], Side.PLUGIN, 0.0))

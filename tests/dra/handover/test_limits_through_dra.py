@@ -1,4 +1,4 @@
-"""Moves beside pods that DRA serves by their limits: a kubelet restart then ends no pod, unless moves are forced."""
+"""Moves beside pods whose limits DRA serves: no move makes a kubelet restart end pods, unless the move is forced."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def allocate_by_limits(here: AgentOnNode, claim: str, device: str) -> None:
 
 
 async def test_devices_return_when_no_pod_has_one_through_dra_by_limits(node: FakeNode) -> None:
-    """Devices leave the slices, and return when no pod has a device through DRA by limits.
+    """Devices leave the slices at once, and return to the plugin when no pod by limits has a device through DRA.
 
-    A pod with a claim of its own then keeps only its own device from returning.
+    After that, a pod with a claim keeps only its own device from returning.
     """
     async with on_node(node, fpgas(3)) as here:
         here.ask("all")
@@ -57,7 +57,7 @@ async def test_devices_return_when_no_pod_has_one_through_dra_by_limits(node: Fa
 async def test_pods_by_limits_that_wait_do_not_keep_devices_from_returning(node: FakeNode) -> None:
     """While devices are to return, a waiting pod with limits gets none through DRA, but later gets them by the plugin.
 
-    The device of a pod with a claim stays on the DRA side, as the share is 1.
+    One of the four devices is to stay for claims: the device of the pod with a claim does not return.
     """
     async with on_node(node, fpgas(4)) as here:
         here.ask("all")
@@ -76,7 +76,7 @@ async def test_pods_by_limits_that_wait_do_not_keep_devices_from_returning(node:
 
 
 async def test_devices_that_wait_to_return_are_offered_to_claims(node: FakeNode) -> None:
-    """With `drain: wait`, claims get devices until the last pod with limits through DRA has ended."""
+    """With `drain: wait`, devices that are to return are offered to claims while a pod by limits has one by DRA."""
     async with on_node(node, fpgas(2)) as here:
         here.ask("all")
         await here.settle(DRA, DRA)
@@ -92,7 +92,7 @@ async def test_devices_that_wait_to_return_are_offered_to_claims(node: FakeNode)
 
 
 async def test_an_allocation_by_limits_that_is_not_prepared_keeps_devices(node: FakeNode) -> None:
-    """An allocation for a pod's limits that is not prepared yet keeps all devices from returning."""
+    """A claim that was allocated for a pod's limits and is not prepared yet keeps all devices from returning."""
     async with on_node(node, fpgas(2)) as here:
         here.ask("all")
         await here.settle(DRA, DRA)
@@ -105,9 +105,9 @@ async def test_an_allocation_by_limits_that_is_not_prepared_keeps_devices(node: 
 
 
 async def test_none_turns_round_before_the_others_have_returned(node: FakeNode) -> None:
-    """While an allocation by limits keeps devices from returning, no device goes back to DRA for the share of 1.
+    """While a claim for a pod's limits keeps devices from returning, none goes back to DRA, although one is for claims.
 
-    Else pods with limits would get that device through DRA, and the others would wait for these pods again.
+    If one did, pods with limits would get it through DRA, and the other devices would wait for these pods again.
     """
     async with on_node(node, fpgas(4)) as here:
         here.ask("all")
@@ -128,7 +128,7 @@ async def test_none_turns_round_before_the_others_have_returned(node: FakeNode) 
 
 
 async def test_claims_keep_their_share_beside_pods_by_limits_that_wait(node: FakeNode) -> None:
-    """With a share of 1, a claim gets one of three returning devices, and waiting pods with limits get two."""
+    """If one of three returning devices is for claims, a claim gets it, and waiting pods with limits get two."""
     async with on_node(node, fpgas(3)) as here:
         here.ask("all")
         await here.settle(DRA, DRA, DRA)
@@ -145,7 +145,7 @@ async def test_claims_keep_their_share_beside_pods_by_limits_that_wait(node: Fak
 
 
 async def test_claims_that_hold_more_than_their_share_keep_it(node: FakeNode) -> None:
-    """Two claims have devices and the share is 1: one device goes back to DRA, the other waits for its claim."""
+    """Two claims have devices but only one device is for claims: one goes back to DRA, one waits for its claim."""
     async with on_node(node, fpgas(3)) as here:
         here.ask("all")
         await here.settle(DRA, DRA, DRA)
@@ -160,7 +160,7 @@ async def test_claims_that_hold_more_than_their_share_keep_it(node: FakeNode) ->
 
 
 async def test_a_move_to_dra_turns_round_while_a_claim_keeps_another_from_returning(node: FakeNode) -> None:
-    """With a share of none, a move to DRA is reversed once no pod has a device through DRA by limits.
+    """If no device is for claims, a move to DRA is reversed once no pod by limits has a device through DRA.
 
     This is so although a claim keeps another device from returning.
     """
@@ -180,7 +180,7 @@ async def test_a_move_to_dra_turns_round_while_a_claim_keeps_another_from_return
 
 
 async def test_a_move_that_is_withdrawn_waits_too(node: FakeNode) -> None:
-    """A held device's move to DRA is reversed only when no pod has a device through DRA by limits."""
+    """A held device's move to DRA is reversed only when no pod by limits has a device through DRA."""
     async with on_node(node, fpgas(2)) as here:
         held = await started(here, "held")
         here.ask("all")
@@ -196,7 +196,7 @@ async def test_a_move_that_is_withdrawn_waits_too(node: FakeNode) -> None:
 
 
 async def test_what_is_forced_moves_at_once(node: FakeNode, caplog: pytest.LogCaptureFixture) -> None:
-    """Forced devices return beside pods that DRA serves by limits, and leave although a younger pod needs them.
+    """Forced moves do not wait: devices return beside pods by limits through DRA, or leave though a pod needs them.
 
     The log names the pod that a kubelet restart would end.
     """
@@ -226,7 +226,10 @@ async def test_what_is_forced_moves_at_once(node: FakeNode, caplog: pytest.LogCa
 
 
 async def test_devices_leave_as_pods_of_the_plugin_side_end(node: FakeNode) -> None:
-    """Two pods of each side need the plugin's four devices: one leaves when a plugin pod ends, all when both end."""
+    """Pods by limits need all four devices of the plugin: one leaves when one plugin pod ends, all when both end.
+
+    Two of the pods have devices of the plugin, and one pod has two devices through DRA.
+    """
     async with on_node(node, fpgas(6)) as here:
         here.ask("all")
         await here.settle(*[DRA] * 6)
@@ -246,7 +249,7 @@ async def test_devices_leave_as_pods_of_the_plugin_side_end(node: FakeNode) -> N
 
 
 async def test_shared_devices_count_by_their_ids(node: FakeNode) -> None:
-    """Shared devices count by their ids: two pods need two ids, so one of two devices with two ids each may leave."""
+    """Shared devices count by the ids that the kubelet has: two pods need two ids, so one of two devices may leave."""
     async with on_node(node, fpgas(3, replicas=2)) as here:
         here.ask("all")
         await here.settle(DRA, DRA, DRA)
@@ -262,7 +265,7 @@ async def test_shared_devices_count_by_their_ids(node: FakeNode) -> None:
 
 
 async def test_what_moves_along_counts(node: FakeNode) -> None:
-    """One pod of each side needs one of two devices: no device leaves with its parts until the pod of DRA ends."""
+    """A device does not leave with its parts until the pod that has a device by limits through DRA has ended."""
 
     def part(gpu: int, name: str, slices: int) -> Device:
         name, of = f"{name}-{gpu}", f"gpu{gpu}"

@@ -1,4 +1,4 @@
-"""Moves of an agent's devices on the embedded node: shared devices, cancelled moves, unplugged devices."""
+"""Moves of an agent's devices on the fake node: shared devices, cancelled moves, unplugged devices."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.dra.agents import D, R, fpgas, on_node
 async def test_what_a_move_waits_for_is_reported_after_a_restart(
     node: FakeNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After a restart, agent and annotation say again that a device's move waits for its pod."""
+    """After a restart, the agent and its report say again that a device's move to DRA waits for the device's pod."""
     monkeypatch.setattr(slice_feed, "HOLDERS", 0.1)
     async with on_node(node, fpgas(1)) as here:
         await here.run("p", {R: 1})
@@ -34,7 +34,7 @@ async def test_what_a_move_waits_for_is_reported_after_a_restart(
 
 
 async def test_a_shared_device_moves_as_a_whole(node: FakeNode) -> None:
-    """A shared device moves to DRA when its last pod has ended, serves two claims, and returns after both."""
+    """A shared device moves to DRA after its last pod has ended, serves two claims, and returns after both end."""
     async with on_node(node, fpgas(1, replicas=2)) as here:
         await here.until(lambda: here.healthy() == {"d0::0", "d0::1"})
         plain = [await asyncio.to_thread(node.run_pod, name, {R: 1}) for name in ("p0", "p1")]
@@ -63,7 +63,7 @@ async def test_a_shared_device_moves_as_a_whole(node: FakeNode) -> None:
 
 
 async def test_moves_and_claims_are_in_the_log(node: FakeNode, caplog: pytest.LogCaptureFixture) -> None:
-    """The log tells of moves and claims in lines with fields for resource, device, pod and claim."""
+    """The log has lines about moves and claims, with fields for resource, device, pod and claim."""
     caplog.set_level(logging.DEBUG)
     async with on_node(node, fpgas(1)) as here:
         pod = await here.run("p", {R: 1})
@@ -93,7 +93,7 @@ async def test_moves_and_claims_are_in_the_log(node: FakeNode, caplog: pytest.Lo
 async def test_a_move_to_the_plugin_is_cancelled_after_the_slice_has_lost_the_device(
     node: FakeNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A move to the plugin is cancelled after the slice lost the device: the device is published and claimed again.
+    """A move to the plugin is cancelled when the slice has lost the device: the device is published and claimed again.
 
     A later move to the plugin waits for that claim.
     """
@@ -104,7 +104,7 @@ async def test_a_move_to_the_plugin_is_cancelled_after_the_slice_has_lost_the_de
         allocated = driver.devices.evidence.allocated
 
         async def away() -> object:
-            # The first list of claims lets the device leave the slices, the second one would end the move.
+            # The first list of claims lets the device leave the slices; the second list would end the move.
             if driver.feed.withdrawn(R, "d0") is not None:
                 asked.set()
                 raise ClusterError("the API server is away")
@@ -132,9 +132,9 @@ async def test_a_move_to_the_plugin_is_cancelled_after_the_slice_has_lost_the_de
 async def test_an_unplugged_device_is_forgotten_once_nobody_holds_it(
     node: FakeNode, share: str, held: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """An unplugged device is forgotten once it has no holder; when it is back it is offered again.
+    """The records of an unplugged device are deleted once it has no holder; when it is back, it is offered again.
 
-    The log warns if it had a holder, says that its record is deleted, and does not say that it moved.
+    The log warns if the device had a holder, says that its record is deleted, and does not say that it moved.
     """
     caplog.set_level(logging.INFO)
     source = fpgas(2)
@@ -151,11 +151,11 @@ async def test_an_unplugged_device_is_forgotten_once_nobody_holds_it(
             await here.until(lambda: "d1" in here.told and here.told["d1"].gone)
             await here.stopped(pod)
         await here.until(lambda: set(here.told) == {"d0"} == set(here.states))
-        await here.until(lambda: "without a holder are deleted: d1" in caplog.text)  # it is logged once it is recorded
+        await here.until(lambda: "without a holder are deleted: d1" in caplog.text)  # logged after it is recorded
         lines = {line["msg"]: line for line in map(json.loads, map(logs.JsonFormatter().format, caplog.records))}
         (vanished,) = (line for text, line in lines.items() if text.startswith("device d1 vanished"))
         assert (vanished["level"], vanished["device"]) == ("warning" if held else "info", "d1")
-        assert vanished["msg"].endswith("has it") is held  # the pod, if a scan has seen it already
+        assert vanished["msg"].endswith("has it") is held  # the pod that has it, if a scan has seen the pod already
         forgotten = lines["the records of unplugged devices without a holder are deleted: d1"]
         assert (forgotten["resource"], forgotten["device"]) == (R, "d1")
         assert "moved to the plugin side" not in caplog.text
@@ -165,7 +165,7 @@ async def test_an_unplugged_device_is_forgotten_once_nobody_holds_it(
 
 
 async def test_a_device_that_is_unplugged_on_its_way_to_the_plugin_does_not_wait_for_ever(node: FakeNode) -> None:
-    """A claimed device is unplugged while it moves to the plugin: it is forgotten when the claim ends."""
+    """If a claimed device is unplugged while it moves to the plugin, its records are deleted when the claim ends."""
     source = fpgas(2)
     async with on_node(node, source) as here:
         here.ask("all")
@@ -180,9 +180,9 @@ async def test_a_device_that_is_unplugged_on_its_way_to_the_plugin_does_not_wait
 
 
 async def test_a_claim_gets_the_device_that_pods_by_limits_would_have_without_a_pause(node: FakeNode) -> None:
-    """A refused claim gets the pod's device when the pod ends, before a waiting pod with limits.
+    """A refused claim gets the device of a pod when that pod ends, before another pod with limits that waits for it.
 
-    The device is withheld from pods meanwhile, and returns to the plugin when the claim has ended.
+    Meanwhile the device is withheld from pods; it returns to the plugin when the claim has ended.
     """
     async with on_node(node, fpgas(1)) as here:
         holder = await here.run("p0", {R: 1})
@@ -207,9 +207,9 @@ async def test_a_claim_gets_the_device_that_pods_by_limits_would_have_without_a_
 async def test_a_withheld_device_returns_when_its_claim_is_gone(
     node: FakeNode, monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
-    """A device withheld for a refused claim returns to the plugin when the claim is unprepared or not tried again.
+    """A device withheld for a refused claim returns to limits when the claim is unprepared, or is not tried again.
 
-    Its holder still runs. A later refusal withholds the device again.
+    The device's holder still runs. A later refusal withholds the device again.
     """
     async with on_node(node, fpgas(1)) as here:
         holder = await here.run("p0", {R: 1})

@@ -31,7 +31,7 @@ from tests.dra.objects import node_body
 from tests.kubeconfigs import written
 
 HERE = pytest.mark.usefixtures("read_here")
-"""Marks tests that read kubeconfigs in the test's process; the other tests read them in a process, as agents do."""
+"""Marks tests that read kubeconfigs in the test's process; other tests read them in a second process, as agents do."""
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ def test_the_life_of_a_token(header: str, life: access.TokenLife | None) -> None
 
 
 async def test_the_token_that_was_sent_last(tmp_path: Path) -> None:
-    """After a request, the statistics have the expiry of the token that was sent."""
+    """After a request, the statistics have the expiry of the token that the request has sent."""
     (tmp_path / "token").write_text(service_account_token(1000.0, 2000.0))
     with FakeApiServer() as server:
         server.create(node_body("n1"))
@@ -118,7 +118,7 @@ def kubeconfig(path: Path, user: dict[str, Any], **cluster: Any) -> Path:
 
 @HERE
 async def test_a_named_file_comes_first(account: Path, tmp_path: Path) -> None:
-    """A kubeconfig that is named comes before the pod's service account."""
+    """A kubeconfig that the caller names is used, although the pod has a service account."""
     assert (await from_environment(kubeconfig(tmp_path / "config", {}))).url == "http://server.example"
 
 
@@ -133,7 +133,7 @@ async def test_a_named_file_comes_first(account: Path, tmp_path: Path) -> None:
     ids=["token", "password", "nobody"],
 )
 async def test_users(tmp_path: Path, user: dict[str, Any], header: str) -> None:
-    """A kubeconfig's token or password becomes the header, also after a refusal."""
+    """A kubeconfig's token or password is sent in the Authorization header, also after a refusal."""
     found = await from_environment(kubeconfig(tmp_path / "config", user))
     assert await found.authorize(False) == header
     assert await found.authorize(True) == header
@@ -148,11 +148,11 @@ async def test_a_token_file_that_does_not_answer(tmp_path: Path, monkeypatch: py
     assert await found.authorize(False) == "Bearer first"
     monkeypatch.setattr(access, "TOKEN_AGE", 0.0)
     file.unlink()
-    os.mkfifo(file)  # opening the file blocks until there is a writer
+    os.mkfifo(file)  # opening the file blocks until another process opens it for writing
     assert await found.authorize(False) == "Bearer first"
     with pytest.raises(OSError, match="did not answer"):
         await found.authorize(True)
-    file.write_text("second")  # the blocked thread reads it
+    file.write_text("second")  # the blocked thread reads this text
     file.unlink()
     file.write_text("third")
     async with asyncio.timeout(30.0):
@@ -161,7 +161,7 @@ async def test_a_token_file_that_does_not_answer(tmp_path: Path, monkeypatch: py
 
 
 async def test_a_token_file_beside_the_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A relative token file is next to the kubeconfig, and is read again when the token is old or refused."""
+    """A token file's path is relative to the kubeconfig; the file is read again when the token is old or refused."""
     (tmp_path / "token").write_text("first")
     found = await from_environment(kubeconfig(tmp_path / "config", {"tokenFile": "token"}))
     (tmp_path / "token").write_text("second")
@@ -252,7 +252,7 @@ class Clock:
 async def test_a_plugin_that_does_not_help_is_not_asked_at_each_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
-    """A plugin with a refused or expired token, or that fails, runs at most once per renewal time; its answer stays."""
+    """If a plugin fails, or its token is refused or expired, it runs once per renewal time; its last answer is used."""
     clock = Clock()
     monkeypatch.setattr(access, "time", clock)
     ends = "2999-01-01T00:00:00Z" if why == "refused" else "2020-01-01T00:00:00Z"
@@ -274,7 +274,7 @@ async def test_a_plugin_that_does_not_help_is_not_asked_at_each_request(
             assert "returned 3" in answers.pop()
             assert (tmp_path / "tries").read_text() == "x\n" * (again - 1)
         else:
-            assert answers == {f"Bearer t{again}"}  # the token of this run of the plugin
+            assert answers == {f"Bearer t{again}"}  # the token that this run of the plugin has printed
         clock.now += access.RENEW
 
 
@@ -540,7 +540,7 @@ async def test_a_server_that_another_ca_signed(tmp_path: Path, authority: Author
                     await cluster.get(NODES, "a")
 
 
-# --- what is loaded -------------------------------------------------------------------------------
+# --- modules that are loaded --------------------------------------------------------------------------
 
 
 def loaded(code: str) -> set[str]:

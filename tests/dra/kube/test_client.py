@@ -203,7 +203,7 @@ async def test_a_404_that_does_not_name_the_object_is_no_answer(
     ],
 )
 async def test_an_answer_to_another_question_is_no_answer(server: FakeApiServer, cluster: Cluster, body: str) -> None:
-    """A 200 with a body of another kind or name is an error, for reads, lists and writes."""
+    """A 200 with an object of another kind or name than requested is an error, for reads, lists and writes."""
     server.create(node_body("a"))
     for call in (
         lambda: cluster.get(NODES, "a"),
@@ -288,7 +288,7 @@ async def test_events(cluster: Cluster) -> None:
     [(("v1", "v1beta2", "v1beta1"), "v1"), (("v1beta1", "v1beta2"), "v1beta2"), (("v1alpha3", "v1beta1"), "v1beta1")],
 )
 async def test_version(served: tuple[str, ...], chosen: str) -> None:
-    """The best version that is served and known is chosen, once."""
+    """Of the API versions that the server serves, the client chooses the best that it knows, once."""
     with FakeApiServer(versions=served) as server:
         async with connected(server) as cluster:
             assert await cluster.version() == chosen
@@ -408,7 +408,7 @@ async def test_restored_storage_is_listed_again(server: FakeApiServer) -> None:
 
 
 async def test_a_silent_watch_is_listed_again(server: FakeApiServer) -> None:
-    """A watch without events and bookmarks for the silence time is listed again; this is no failure."""
+    """A watch that brings no events and bookmarks for the silence time is listed again; this is not a failure."""
     snapshot = server.snapshot()
     server.create(node_body("a"))
     async with (
@@ -522,7 +522,7 @@ async def test_watches_that_break_off_begin_again_at_one_random_moment(
             server.break_watches()
             for task in again:
                 assert isinstance(await task, Listed)
-    # A list over a connection that the server has just closed fails, and its watch waits again for the same moment.
+    # A list over a connection that the server has just closed fails: its watch waits again for the same time.
     assert all(len(of) >= 2 and max(of) - min(of) < 10.0 for of in moments.values())
     assert abs(moments[one][0] - moments[other][0]) > 10.0
 
@@ -611,7 +611,7 @@ async def test_a_watch_that_ends_at_once_is_not_reopened_at_once(server: FakeApi
 
 
 def test_backoff() -> None:
-    """Waits double up to the cap, are shortened at random by at most half, and restart after a success."""
+    """The backoff's waits double up to a maximum, are shortened at random by up to half, and restart on success."""
     high = Backoff(0.25, 30.0, draw=lambda _, high: high)
     assert [high.next() for _ in range(9)] == [0.25, 0.5, 1, 2, 4, 8, 16, 30, 30]
     high.reset()

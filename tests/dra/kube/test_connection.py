@@ -1,4 +1,4 @@
-"""The configuration for the API server is read once for all requests that wait for it."""
+"""The client reads its configuration for the API server once for all requests that wait for it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dra_bridge.kube.kubeconfig import KubeConfigError
 
 
 async def test_requests_that_wait_share_the_failure_to_read_the_configuration() -> None:
-    """Each of them fails with the reason, and the next request reads the configuration again."""
+    """If the configuration cannot be read, all waiting requests fail with the reason; the next one reads it again."""
     reads = 0
 
     async def configuration() -> Access:

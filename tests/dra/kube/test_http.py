@@ -189,7 +189,7 @@ async def test_nonsense(answer: bytes | None) -> None:
 
 @pytest.mark.parametrize("late", [False, True])
 async def test_an_answer_that_nobody_asked_for(monkeypatch: pytest.MonkeyPatch, late: bool) -> None:
-    """Bytes that arrive on a kept connection before the next request are not taken as its answer."""
+    """Bytes that arrive on a kept connection before the next request are not taken as the answer to that request."""
     evil = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nevil!"
     received, take = asyncio.Event(), ResponseHandler.data_received
 

@@ -1,4 +1,4 @@
-"""Lists in parts, and answers that are larger or deeper than a client takes."""
+"""Lists that are read in pages, and answers that are larger or nest deeper than a client accepts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ async def cluster(server: FakeApiServer) -> AsyncIterator[Cluster]:
 
 @pytest.fixture
 def pairs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have lists asked for in parts of two objects."""
+    """The client asks for lists in pages of two objects."""
     monkeypatch.setattr(forms, "FIRST_LIMIT", 2)
     monkeypatch.setattr(forms, "MAX_LIMIT", 2)
 
@@ -48,7 +48,7 @@ async def test_pages_are_one_list(server: FakeApiServer, cluster: Cluster) -> No
 
 
 def claim_body(name: str, device: str = "", parameters: str = "") -> dict[str, Any]:
-    """Return a claim; device: that is allocated to it."""
+    """Return a claim. device: the device that the claim is allocated."""
     config = [{"opaque": {"driver": "d", "parameters": {"text": parameters}}}]
     result = {"request": "r", "driver": "d", "pool": "n", "device": device}
     return {
@@ -83,7 +83,10 @@ async def test_pages_are_of_the_moment_of_the_first(server: FakeApiServer, clust
 
 @pytest.mark.usefixtures("pairs")
 async def test_pages_whose_moment_is_gone_are_not_continued(server: FakeApiServer, cluster: Cluster) -> None:
-    """A list is not ended at a newer moment, as the server offers: a device could be in no part of it."""
+    """If the moment of a list's first page is gone, the client does not read the rest at the server's newer moment.
+
+    A device that moves to another claim meanwhile could be in no page of such a list.
+    """
     for name, device in zip("abcde", ("", "", "", "", "d0"), strict=True):
         server.create(claim_body(name, device))
     pages = cluster.pages(RESOURCE_CLAIMS, forms.CLAIMS)
@@ -102,7 +105,7 @@ async def test_pages_whose_moment_is_gone_are_not_continued(server: FakeApiServe
 async def test_pages_of_two_moments_are_no_list(
     server: FakeApiServer, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not even if the server itself goes on at another moment."""
+    """A list fails if the server itself answers a later page at another resourceVersion than the first page."""
     for name in "abcde":
         server.create(claim_body(name))
     decode = forms.CLAIMS.decode
@@ -138,7 +141,7 @@ async def test_a_list_whose_moment_is_gone_begins_anew(
 async def test_heavy_pages_are_asked_for_in_smaller_ones(
     server: FakeApiServer, cluster: Cluster, monkeypatch: pytest.MonkeyPatch, list_them: Callable[[Cluster], Any]
 ) -> None:
-    """The rest of a page that is too large is not read; light objects before and after come in large pages."""
+    """A page that is too large is not read to its end; pages of light objects, before and after, are large."""
     monkeypatch.setattr(forms, "MAX_PAGE", 40_000)
     monkeypatch.setattr(forms, "PAGE", 10_000)
     for number in range(200):
@@ -197,7 +200,7 @@ async def test_an_object_that_nests_deep_is_no_lost_server(server: FakeApiServer
 
 
 def test_text_that_is_no_utf_8_does_not_matter() -> None:
-    """A client that writes protobuf can give a claim such an annotation, which the server takes."""
+    """A list is read although a claim has an annotation that is not UTF-8, which clients with protobuf can write."""
     claim = pb.Claim(metadata=pb.Metadata(name=b"c", annotations=[pb.Annotation(key=b"\xff", value=b"\xfe")]))
     listed = pb.List(metadata=pb.ListMetadata(resource_version=b"7"), items=[claim.SerializeToString()])
     envelope = pb.Envelope(type=pb.Type(kind=b"ResourceClaimList"), raw=listed.SerializeToString())
@@ -207,7 +210,7 @@ def test_text_that_is_no_utf_8_does_not_matter() -> None:
 
 @given(st.binary(max_size=200))
 def test_nonsense_is_no_list(body: bytes) -> None:
-    """A body that is not the list raises ValueError."""
+    """A body that is not a list of claims raises ValueError."""
     for start in (b"", forms.MAGIC):
         with pytest.raises(ValueError, match="the body is"):
             forms.CLAIMS.decode(start + body)
