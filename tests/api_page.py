@@ -44,7 +44,7 @@ INTERNAL: Final = {
 
 
 def page() -> str:
-    """Return the page."""
+    """Return the text of docs/api.md."""
     parts = [HEAD.rstrip()]
     for module, names in NAMES.items():
         parts.append(f"\n## `{module.__name__}`")

@@ -1,7 +1,8 @@
-"""A small model of the cluster autoscaler: the nodes that it counts as unready or drains, and whether it stops.
+"""A small model of the cluster autoscaler: which nodes it counts as unready or drains, and whether it stops scaling.
 
-Written from its rules (33c3f97b: pkg/simulator/utilization/info.go, pkg/processors/customresources/dra_processor.go,
-pkg/clusterstate) and from its observed behaviour; tests/dra/rollout/test_autoscaler.py has that as a table.
+The model follows the autoscaler's code (commit 33c3f97b: pkg/simulator/utilization/info.go,
+pkg/processors/customresources/dra_processor.go, pkg/clusterstate) and its observed behaviour, which
+tests/dra/rollout/test_autoscaler.py has as a table.
 """
 
 from __future__ import annotations
@@ -17,13 +18,17 @@ Object = Mapping[str, Any]
 THRESHOLD: Final = 0.5
 """The utilization below which a node is drained (--scale-down-utilization-threshold)."""
 OK_UNREADY: Final = 3
-"""--ok-total-unready-count."""
+"""The value of the option --ok-total-unready-count."""
 MOST_UNREADY: Final = 0.45
-"""--max-total-unready-percentage."""
+"""The value of the option --max-total-unready-percentage, as a ratio."""
 
 
 class Verdict(enum.Enum):
-    """The autoscaler's verdict on a node. USED: it stays. IDLE: it is drained. DISABLED: it is marked, and so stays."""
+    """The autoscaler's verdict on a node.
+
+    USED: the node stays. IDLE: it is drained. DISABLED: it stays because of its annotation scale-down-disabled.
+    UNREADY: it counts as unready.
+    """
 
     USED = "used"
     IDLE = "idle"

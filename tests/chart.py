@@ -60,7 +60,7 @@ OPTIONAL = {
     "scheme": "scheme",
     "token": "not_bridge",
 }
-"""Values whose keys may be left out; each with the value that is the condition for its key."""
+"""Values of keys that the template writes only under a condition; each with the name of the value that decides it."""
 APPENDED = {
     "env": "more_env",
     "labels": "more_labels",
@@ -128,7 +128,7 @@ class Writer:
         return ""
 
     def _scalar(self, one: Any, indent: str) -> str:
-        if one == "${config}":  # as a block
+        if one == "${config}":  # the config file's text becomes a YAML block
             return f'{{{{ toYaml {self.value("config")} | indent {len(indent)} | trimPrefix "{indent}" }}}}'
         if isinstance(one, str) and (name := _name(one)):
             return f"{{{{ {self.value(name)} | toJson }}}}"
@@ -165,7 +165,7 @@ def templates() -> dict[Path, str]:
 
 
 def schema() -> str:
-    """Return the schema of the values: its own part unchanged, with the config file's schema as definitions."""
+    """Return the schema of the chart's values, with the config file's schema in its definitions."""
     values = json.loads((CHART / "values.schema.json").read_bytes())
     config = _plain(json.loads((ROOT / "api" / "config.schema.json").read_bytes()))
     del config["$schema"]
@@ -191,7 +191,7 @@ def _without_lookahead(pattern: str) -> str:
 
 
 def patterns() -> str:
-    """Return a template with the patterns of names, for a config that is given as text, which no schema checks."""
+    """Return a template with the patterns of names; it checks a config given as text, which no schema checks."""
     forms = {"resource": naming.RESOURCE, "driver": naming.SUBDOMAIN}
     lines = [
         f'{{{{- define "dra-bridge.{name}-pattern" -}}}}^{_without_lookahead(form)}${{{{- end -}}}}\n'

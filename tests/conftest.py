@@ -26,7 +26,7 @@ settings.load_profile("quick")
 @settings(max_examples=2, database=None)
 @given(strategies.text(), strategies.lists(strategies.floats(), min_size=200))
 def draw(_text: str, _numbers: list[float]) -> None:
-    """Make hypothesis write its Unicode table and its list of constants in modules, from which it draws some floats."""
+    """Draw some values, so that hypothesis writes its caches: a Unicode table, and the constants found in modules."""
 
 
 @pytest.hookimpl(optionalhook=True)

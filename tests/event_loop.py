@@ -18,8 +18,8 @@ OUTPUT: Final = "LOOP_FILE_OPERATIONS"
 """The environment variable with the path of the file to which the tests' agents write the operations found."""
 ALLOWED: Final = frozenset(
     {
-        "deviceplugin/identity.py:boot_id",  # /proc, which is in memory; once
-        "deviceplugin/kubelet/cgroups.py:own_pod",  # /proc/self, and one look before anything is served
+        "deviceplugin/identity.py:boot_id",  # reads /proc, which is in memory, only once
+        "deviceplugin/kubelet/cgroups.py:own_pod",  # reads /proc/self and one directory, before anything is served
     }
 )
 """Functions that may make file operations in an event loop, with the reasons why these operations cannot hang."""

@@ -21,7 +21,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PART = ("tests/config/test_schema.py", "tests/dra/test_manifests.py", "tests/test_documents.py", "tests/test_layers.py")
-"""Tests that read files of all kinds; the others are run from the work tree."""
+"""The tests that run in the unpacked source distribution, because they read files of all kinds."""
 PROGRAMS = {
     "deviceplugin": "deviceplugin",
     "dra-bridge": "dra-bridge",
@@ -82,7 +82,10 @@ def test_by_a_claim(fake_node, bridged):
 
 
 def check_fixtures(python: Path, directory: Path) -> None:
-    """Run an author's tests with the extra `test` and no settings; raise PackageError if one fails or warns."""
+    """Run a plugin author's tests with the extra `test` and no pytest settings; a failure or warning is an error.
+
+    Raises PackageError.
+    """
     directory.mkdir()
     (directory / "test_own.py").write_text(OWN)
     said = _run([python, "-W", "error", "-m", "pytest", "-q", "-p", "no:cacheprovider"], directory)

@@ -59,7 +59,7 @@ def plain(text: str) -> list[str]:
 
 
 def agrees(step: Step, text: str) -> bool:
-    """Return whether a command's output is the page's; `...` on the page stands for any lines.
+    """Return whether a command's output agrees with the page; `...` on the page stands for any lines.
 
     The output of a command that waits may have further lines.
     """

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Iterator
 
 DEADLINE = 60.0
-"""Seconds for each message."""
+"""Seconds to wait for each message."""
 
 
 class ServiceManagerEnd:

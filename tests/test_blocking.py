@@ -42,7 +42,7 @@ class Sleeping(DeviceSource):
 
 
 def test_served_names_the_line_that_blocks(served: Callable[..., Served], caplog: pytest.LogCaptureFixture) -> None:
-    """A `watch` that sleeps without await raises in the test, with resource, file and line, before the time is over."""
+    """For a `watch` that sleeps without await, `served` raises an error with resource, file and line."""
     with pytest.raises(
         BlockedLoopError, match=r"example.com/sleeping: .*test_blocking\.py:\d+, in watch blocks the who"
     ):
@@ -60,7 +60,7 @@ class Polling(DeviceSource):
 
 
 def test_served_names_a_line_that_blocks_for_a_second_again_and_again(served: Callable[..., Served]) -> None:
-    """Each block is short, and the agent still registers: it is named while the test waits, or at its end."""
+    """If `watch` blocks the loop for a second again and again, the test fails at its end or before, with the line."""
     where = r"example.com/polling: .*test_blocking\.py:\d+, in watch blocks the whole agent"
     with pytest.raises(BlockedLoopError, match=where):
         served(Polling(), timeout=60.0)
@@ -78,7 +78,7 @@ def test_a_blocked_agent_says_so_and_ends_at_the_second_signal(fake_kubelet: Fak
         assert "in watch" in line
         deadline = time.monotonic() + 20.0
         while process.poll() is None and time.monotonic() < deadline:
-            process.send_signal(signal.SIGTERM)  # two that come at once are one
+            process.send_signal(signal.SIGTERM)  # two signals that arrive at once count as one
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=0.2)
         assert process.returncode == -signal.SIGTERM

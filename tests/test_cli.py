@@ -135,7 +135,7 @@ resources:
 
 
 def test_devices_are_given_to_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`devices -o json` prints the same as JSON."""
+    """`devices -o json` prints the devices and notes as JSON."""
     (tmp_path / "file").touch()
     file = tmp_path / "config.yaml"
     file.write_text(
@@ -463,7 +463,7 @@ def test_host_paths_that_are_allowed_are_whole_paths(path: str, capsys: pytest.C
 
 
 def test_kubelet_directory_that_cannot_be_looked_at(good: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """`run` without access to the kubelet's directory ends with 1. A name that is too long fails for root, too."""
+    """`run` without access to the kubelet's directory ends with 1. The name is too long, which also fails for root."""
     assert cli.main(["run", "--config", str(good), "--kubelet-root", f"/{'x' * 300}"]) == 1
     errors = capfd.readouterr().err
     assert "device-plugins: File name too long; the agent needs write access to the kubelet's" in errors
@@ -531,7 +531,7 @@ def test_validate_says_where_a_shared_node_belongs(tmp_path: Path, capsys: pytes
 def test_validate_notes_a_share_beyond_the_devices(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], share: object, *, noted: bool
 ) -> None:
-    """A share above the number of simulated devices is valid, with a note."""
+    """A `dra.share` (devices for claims) above the number of simulated devices is valid, with a note."""
     file = tmp_path / "config.yaml"
     devices = "[simulated: {count: 8}]"
     text = f"resources: [{{name: a.b/c, driver: a.b, dra: {{share: {share}}}, devices: {devices}}}]"

@@ -33,7 +33,7 @@ def test_story_is_true_and_short() -> None:
 
 
 def test_coloured_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a terminal it is coloured, unless NO_COLOR says otherwise."""
+    """On a terminal the demo's text is coloured, unless NO_COLOR is set."""
 
     class Terminal(io.StringIO):
         def isatty(self) -> bool:

@@ -93,7 +93,7 @@ def test_version_is_text_of_its_own_kind() -> None:
 
 
 def test_merge_keeps_what_is_said_twice_once() -> None:
-    """Devices that need the same mount, node and variable share them."""
+    """A merge has a variable, node, mount, annotation and CDI name that several devices need only once."""
     shared = ContainerEdits({"A": "1"}, ["/dev/ctl"], [Mount("/a", "/b")], {"n": "v"}, ["v.com/c=all"])
     assert ContainerEdits.merge([shared, shared]) == shared
     assert ContainerEdits.merge([]) == ContainerEdits()
@@ -140,7 +140,7 @@ _edits = st.builds(
 
 @given(st.lists(_edits), _edits)
 def test_winner_wins_and_nothing_is_lost(edits: list[ContainerEdits], winner: ContainerEdits) -> None:
-    """A merge has all values of the winner; other values are kept too, or raise EditConflictError."""
+    """A merge has all values of `winner`; values of other edits are kept too, or raise EditConflictError."""
     try:
         merged = ContainerEdits.merge(edits, winner)
     except EditConflictError:

@@ -1,4 +1,4 @@
-"""Device nodes that running containers lose when systemd writes their rules anew."""
+"""Device nodes that running containers lose when systemd writes the containers' device rules anew."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_where_a_reload_matters(tmp_path: Path, there: tuple[str, ...], matters:
 
 
 def test_nodes_without_links(tmp_path: Path) -> None:
-    """A device node needs a link by its number in one of the directories; files and missing nodes need none."""
+    """A device node needs a link named after its number (char/1:3); files and missing nodes need none."""
     numbers = {name: os.stat(f"/dev/{name}").st_rdev for name in ("null", "full")}
     (tmp_path / "char").mkdir()
     (tmp_path / "char" / f"{os.major(numbers['null'])}:{os.minor(numbers['null'])}").symlink_to("/dev/null")

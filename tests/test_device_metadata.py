@@ -1,4 +1,4 @@
-"""Files that say what a container's devices are (KEP-5304), by limits."""
+"""Files that describe the devices of a container with limits (KEP-5304)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ R = "example.com/fpga"
 
 
 def test_each_device_by_limits_has_a_file(tmp_path: Path) -> None:
-    """Each device has a file at a path of its resource and id, which is rewritten only if the device has changed."""
+    """Each device has a file, whose path has its resource and id; the file is rewritten only if the device changed."""
     cards = [(name, Device(name, attributes={"model": name})) for name in ("a", "b")]
     edits = by_limits(str(tmp_path), R, "fpga.example.com", "node-1", cards)
     assert [mount.container for mount in edits.mounts] == [
@@ -35,11 +35,11 @@ def test_each_device_by_limits_has_a_file(tmp_path: Path) -> None:
 
 
 def test_attributes_that_the_api_would_refuse_are_left_out() -> None:
-    """A device's other attributes are there."""
+    """An attribute that the API server would refuse is left out; the device's other attributes are kept."""
     assert described(R, Device("a", attributes={"good": 1, "bad name": 2})).keys() == {"extendedResource", "good"}
 
 
 def test_a_file_says_whether_it_was_written(tmp_path: Path) -> None:
-    """Not if it had these bytes."""
+    """`write` returns whether it wrote the file: False if the file already had these bytes."""
     path = str(tmp_path / "below" / "x")
     assert [write(path, b"1"), write(path, b"1"), write(path, b"2")] == [True, False, True]

@@ -1,4 +1,4 @@
-"""Directories with several readers: one read for all, and a reader sleeps until its part has changed."""
+"""Directories with several readers: one read serves all readers, and a reader sleeps until its part has changed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ READERS = 64
 
 
 class Names(DirectoryWatch[frozenset[str]]):
-    """The names in a directory; counts its looks."""
+    """The names in a directory; counts how often the directory is read."""
 
     def __init__(self, path: Path, poll: float = 1000.0) -> None:
         super().__init__(Looks(str(path)), self._names, (path,), AT_ONCE, poll)
@@ -38,7 +38,7 @@ class Names(DirectoryWatch[frozenset[str]]):
 async def test_while_a_read_hangs_the_next_read_serves_all_callers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However many resources there are; each gets the content after its call."""
+    """While a read hangs, all further callers wait for the same next read; each gets the content after its call."""
     monkeypatch.setattr(looks, "PROMPT", 0.001)
     names, go_on = Names(tmp_path), threading.Event()
     names.hold = go_on
@@ -70,12 +70,12 @@ async def test_a_reader_is_not_woken_by_changes_of_another_part(tmp_path: Path) 
 
 
 async def test_readers_are_woken_when_something_has_changed(tmp_path: Path) -> None:
-    """A change costs looks for all of them together, and a look that finds the same wakes none."""
+    """A read that finds a change wakes all readers, and a read that finds no change wakes none."""
     names = Names(tmp_path, poll=0.05)
     async with asyncio.timeout(20):
         with contextlib.ExitStack() as stack:
             readers = [stack.enter_context(reading({names: all_of})) for _ in range(READERS)]
-            await asyncio.gather(*(reader.wait() for reader in readers))  # the first look
+            await asyncio.gather(*(reader.wait() for reader in readers))  # the first read
             before = names.count
             waits = [asyncio.create_task(reader.wait()) for reader in readers]
             while names.count < before + 3:
@@ -87,7 +87,7 @@ async def test_readers_are_woken_when_something_has_changed(tmp_path: Path) -> N
 
 
 async def test_a_reader_is_woken_by_hand_and_by_its_deadline(tmp_path: Path) -> None:
-    """A wake that comes before the wait ends it, too."""
+    """A wait ends at its deadline, and at `wake`, even if `wake` was called before the wait began."""
     names = Names(tmp_path)
     async with asyncio.timeout(20):
         with reading({names: all_of}) as reader:
@@ -98,7 +98,7 @@ async def test_a_reader_is_woken_by_hand_and_by_its_deadline(tmp_path: Path) -> 
 
 
 async def test_a_directory_is_watched_while_a_reader_needs_file_events(tmp_path: Path) -> None:
-    """While no reader needs file events the directory is read at intervals; any reader may need events again."""
+    """A directory is watched while a reader needs file events, and is read at intervals otherwise."""
     names = Names(tmp_path)
     async with asyncio.timeout(20):
         with reading({names: all_of}) as reader, reading({names: all_of}) as other:
@@ -121,7 +121,7 @@ async def test_a_directory_is_watched_while_a_reader_needs_file_events(tmp_path:
 
 
 async def test_a_reader_with_an_interval_is_not_woken_by_each_read_for_others(tmp_path: Path) -> None:
-    """At the end of the interval, it is woken by the changes that reads have found meanwhile."""
+    """A reader with an interval is woken at the end of the interval, if reads for others have found a change."""
     names = Names(tmp_path)
     async with asyncio.timeout(20):
         with reading({names: all_of}) as rare, reading({names: all_of}) as other:

@@ -1,4 +1,4 @@
-"""Putting a file into place."""
+"""Writing a file by a draft that is renamed, and comparing directories across mounts."""
 
 import os
 import stat
@@ -13,7 +13,7 @@ from deviceplugin import files
 
 @pytest.mark.parametrize("left", ["nothing", "a draft", "a link"])
 def test_put_replaces_what_is_there(tmp_path: Path, left: str) -> None:
-    """A draft that a crash left does not hinder, and a link in its place is not followed."""
+    """`put` replaces the file, also if a crash left a draft; a link in place of the draft is not followed."""
     path, draft, other = tmp_path / "file", tmp_path / "draft", tmp_path.parent / f"{tmp_path.name}-other"
     other.write_bytes(b"precious")
     path.write_bytes(b"former")
@@ -30,7 +30,7 @@ def test_put_replaces_what_is_there(tmp_path: Path, left: str) -> None:
 
 
 def test_put_that_fails_leaves_the_former_file_and_no_draft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As when the disk is full."""
+    """If the draft cannot be written, for example on a full disk, the former file stays and no draft is left."""
     path = tmp_path / "file"
     path.write_bytes(b"former")
 
@@ -69,7 +69,7 @@ def test_a_directory_has_one_place_in_all_mounts(tmp_path: Path) -> None:
 
 
 def test_the_place_in_another_mount_namespace(tmp_path: Path) -> None:
-    """A bind mount leads to the place of the mounted directory, even after this was removed."""
+    """A bind mount has the place of the mounted directory, even after that directory was removed."""
     directory, point = tmp_path / "plugins \\ one", tmp_path / "point"
     directory.mkdir()
     point.mkdir()
@@ -84,7 +84,7 @@ def test_the_place_in_another_mount_namespace(tmp_path: Path) -> None:
 
 
 def test_no_place_is_known_without_proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a sandbox that hides the mounts."""
+    """Where /proc cannot be read, as in a sandbox that hides the mounts, `place_of` returns ""."""
 
     def hidden(*_args: object) -> None:
         raise FileNotFoundError("/proc/self/fdinfo")

@@ -161,7 +161,7 @@ async def test_a_thread_that_works_on_holds_its_devices_until_it_ends(over: thre
 
 
 async def test_a_hook_holds_what_its_device_was_when_it_began(over: threading.Event) -> None:
-    """A hook blocks the hardware that its device had at the begin, also when other ids stand for it later."""
+    """A hook blocks the hardware that its device was when the hook began, also if another id gets that hardware."""
     source = HookedSource()
     source.hangs(over, 0.01)
     tokens = source.known = {(R, "c"): frozenset({"uuid:1"}), (R, "d"): frozenset({"uuid:2"})}

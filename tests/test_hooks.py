@@ -73,7 +73,7 @@ async def test_a_failed_hook_says_where(caplog: pytest.LogCaptureFixture, *, asy
 
 
 async def test_a_coroutine_that_blocks_is_named(caplog: pytest.LogCaptureFixture) -> None:
-    """A coroutine that did not yield until after its deadline has held up everything; the log says so."""
+    """The log names a coroutine hook that blocked the event loop, and so the whole agent, beyond its timeout."""
 
     async def reset() -> None:
         time.sleep(hooks.LATE + 0.2)  # noqa: ASYNC251  # what it must not do
@@ -117,7 +117,7 @@ async def test_coroutine_hook_that_cancels_itself_is_an_error() -> None:
 
 
 async def test_hanging_plain_hook_is_given_up(released: threading.Event) -> None:
-    """A plain hook that hangs costs its call the timeout; the loop goes on, and later calls work."""
+    """A call of a plain hook that hangs fails after its timeout; the loop goes on, and later calls work."""
     with pytest.raises(HookTimeoutError, match=r"hook did not answer within 0.01 s"):
         await call("hook", released.wait, timeout=0.01)
     assert await call("hook", lambda: 1, timeout=5) == 1
@@ -164,7 +164,7 @@ async def test_coroutine_hook_that_swallows_cancellation_is_left_behind() -> Non
 
 
 async def test_error_after_the_timeout_is_nobodys(released: threading.Event) -> None:
-    """A hook that raises after it was given up raises into the void, without a word on stderr."""
+    """An exception that a hook raises after its timeout is dropped, and nothing is written to stderr."""
 
     def hook() -> None:
         released.wait()
@@ -177,7 +177,7 @@ async def test_error_after_the_timeout_is_nobodys(released: threading.Event) -> 
 
 
 async def test_too_many_hanging_hooks_fail_at_once(released: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threads that hang are limited: beyond the limit a call fails at once instead of hanging, too."""
+    """The number of hanging threads of a hook is limited: beyond the limit, a call of the hook fails at once."""
     monkeypatch.setattr(hooks, "MAX_STUCK", 3)
     for _ in range(3):
         with pytest.raises(HookTimeoutError, match="did not answer"):
@@ -225,7 +225,7 @@ async def test_cancelled_caller_lets_go_of_the_hook(released: threading.Event) -
 def test_hook_that_outlives_its_loop_counts_until_it_ends(
     released: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A thread that hangs counts as such while it does, though the loop that it was called from is closed."""
+    """A hanging thread counts towards the limit until it ends, also after the loop of its call was closed."""
     monkeypatch.setattr(hooks, "MAX_STUCK", 1)
     with pytest.raises(HookTimeoutError, match="did not answer"):
         asyncio.run(call("hook", released.wait, timeout=0.01))

@@ -1,4 +1,4 @@
-"""Identities of devices beyond their ids."""
+"""Identities of devices beyond their ids: sets of tokens, which name hardware, places and device numbers."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ NODES = nodes(
         ({"a": ["/dev/g0", "/dev/ctl"], "b": ["/dev/g1", "/dev/ctl"]}, {"a": {"char:195:0"}, "b": {"char:195:1"}}),
         ({"a": ["/dev/g0"], "b": ["/dev/link0"]}, {"a": {"char:195:0"}, "b": {"char:195:0"}}),
         ({"a": ["/dev/g0"], "b": ["/dev/g0", "/dev/g1"]}, {"a": {"char:195:0"}, "b": {"char:195:0", "char:195:1"}}),
-        # The node of its own is missing now.
+        # The node that only device a has is missing now.
         ({"a": ["/dev/none", "/dev/ctl"], "b": ["/dev/g1", "/dev/ctl"]}, {"a": {"char:195:255"}, "b": {"char:195:1"}}),
         ({"a": ["/dev/null"], "b": ["/dev/null", "/dev/g0"]}, {"a": set(), "b": {"char:195:0"}}),
         ({"a": ["/dev/ram"]}, {"a": {"block:1:3"}}),
@@ -58,13 +58,13 @@ NODES = nodes(
 def test_a_device_is_known_by_the_numbers_that_no_other_one_has(
     devices: Mapping[str, list[str]], tokens: Mapping[str, set[str]]
 ) -> None:
-    """Shared control nodes do not identify, unless a device has no other number; major 1 never does."""
+    """A node that several devices have identifies a device only if it has no other; major number 1 never identifies."""
     listed = [Device(name, nodes=paths) for name, paths in devices.items()]
     assert identity.identities(listed, NODES) == tokens
 
 
 def test_what_the_source_says_identifies_beside_distinctive_numbers() -> None:
-    """A device is the same hardware through a source that knows an address, and through its node."""
+    """A device is identified by what its source states, such as a PCI address, and by the numbers of its nodes."""
     listed = [Device("a", nodes=["/dev/g0", "/dev/ctl"], identity="pci:a"), Device("b", nodes=["/dev/ctl"])]
     assert identity.identities(listed, NODES) == {
         "a": {"char:195:0", "char:195:255", "pci:a"},
@@ -94,7 +94,7 @@ def test_paths_are_known_by_what_they_lead_to(tmp_path: Path) -> None:
 
 
 def test_a_directory_stands_for_all_nodes_below_it(tmp_path: Path) -> None:
-    """A runtime gives a container each device node below a directory that an AllocateResponse names."""
+    """A directory counts as all device nodes below it, because a runtime gives a container each of them."""
     (tmp_path / "snd" / "by-path").mkdir(parents=True)
     for name in ("snd/controlC0", "snd/by-path/pcm"):
         (tmp_path / name).symlink_to("/dev/tty" if name.endswith("pcm") else "/dev/ptmx")
@@ -133,7 +133,7 @@ def test_an_identity_has_no_spaces() -> None:
 
 
 async def test_a_changed_identity_is_a_change_of_the_list(tmp_path: Path) -> None:
-    """Subscribers hear of a device that is other hardware though its source says the same of it."""
+    """Other hardware for a device changes the list, also if the source lists the device with equal values."""
     inventory = Inventory("r")
     path = tmp_path / "f"
     path.touch()
@@ -174,12 +174,12 @@ N0, N1 = frozenset({"char:188:0"}), frozenset({"char:188:1"})
     ],
 )
 def test_hardware_counts_before_numbers(was: identity.Tokens, now: identity.Tokens, same: bool) -> None:
-    """The same hardware with another number is the same; without hardware tokens the numbers decide."""
+    """If two sets of tokens both name hardware, it decides whether they are one device; else the numbers decide."""
     assert identity.same_hardware(was, now) is identity.same_hardware(now, was) is same
 
 
 def test_a_node_has_the_hardware_behind_it_and_its_place(tmp_path: Path) -> None:
-    """The holder of a link in `by-path` has the port, that of another link the hardware; now, both have both."""
+    """A node has tokens of its hardware and place; a link in `by-path` lasts by the place, others by the hardware."""
     tree = Tree(tmp_path)
     tree.number("195:0", tree.usb("1-2", 4, serial="A5"), "1-2:1.0/tty/ttyACM0")
     look = nodes({"/dev/x/by-id/a": ("char", 195, 0), "/dev/x/by-path/p": ("char", 195, 0)})
@@ -197,7 +197,7 @@ def test_a_node_has_the_hardware_behind_it_and_its_place(tmp_path: Path) -> None
 
 
 def test_a_number_has_moved_when_sysfs_shows_other_hardware_or_none(tmp_path: Path) -> None:
-    """A number counts as moved if sysfs shows other hardware or none for it, unless the grant has numbers only."""
+    """A device number has moved if sysfs no longer shows the granted hardware or place at it, if the grant has any."""
     tree = Tree(tmp_path)
     tree.number("195:0", tree.usb("1-2", 4, serial="A5"), "1-2:1.0/tty/ttyACM0")
     tree.number("195:1", tree.usb("1-3", 5, serial="B6"), "1-3:1.0/tty/ttyACM1")
@@ -209,7 +209,7 @@ def test_a_number_has_moved_when_sysfs_shows_other_hardware_or_none(tmp_path: Pa
 
 
 def test_a_holder_that_leaves_nodes_has_them_again_when_it_reaches_them() -> None:
-    """A holder that has left its nodes has them again when it reaches them; hardware tokens stay."""
+    """A holder's numbers that were marked as left count again when it reaches the nodes; its hardware tokens stay."""
     held = identity.identified(N0 | STICK, "1").reaching(identity.identified(N1, "1"))
     left = held.leaving(N0 | N1)
     assert (left.tokens, left.reached, left.left) == (N0 | STICK, frozenset(), N0)
@@ -217,7 +217,7 @@ def test_a_holder_that_leaves_nodes_has_them_again_when_it_reaches_them() -> Non
 
 
 def test_what_a_holder_reaches_is_not_what_the_device_is() -> None:
-    """A holder that reaches other nodes gets their numbers, not their hardware, and none of another boot."""
+    """A holder that reaches further nodes gets their numbers, but not their hardware, and nothing of another boot."""
     held = identity.identified(N0 | STICK, "1").reaching(identity.identified(N1 | OTHER, "1"))
     assert (held.in_boot("1"), held.valid_in("1").reached) == (N0 | STICK, N1)
     assert held.valid_in("2") == identity.UNIDENTIFIED

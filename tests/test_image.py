@@ -57,7 +57,7 @@ def test_what_is_copied_is_sent_to_the_builder() -> None:
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The files of an image with this Python, and a package that stands for ours."""
+    """The files of an image with this Python, and with a small package in place of this project's."""
     directory = tmp_path_factory.mktemp("image")
     (directory / "site" / "ours").mkdir(parents=True)
     (directory / "site" / "ours" / "__init__.py").write_text("import asyncio, json, ssl\n")

@@ -98,7 +98,10 @@ def printed(one: Case, directory: Path, capsys: pytest.CaptureFixture[str]) -> l
 
 @case()
 def nothing_said(made: Installed) -> None:
-    """Without options: objects come before those that refer to them; only the paths of both sides are writable."""
+    """Without options, only the directories that device plugin and DRA driver write to are mounted writable.
+
+    Objects come before the objects that refer to them.
+    """
     assert made.kinds == [
         *("Namespace", "ServiceAccount", "ClusterRole", "ClusterRoleBinding", "Role", "RoleBinding"),
         *("ClusterRole", "Role"),

@@ -22,7 +22,7 @@ def test_first_list_counts_even_when_empty() -> None:
 
 
 def test_same_list_is_no_change() -> None:
-    """The same devices again are the same snapshot; another order or health is a change."""
+    """A list with the same devices leaves the snapshot unchanged; another order or health makes a new snapshot."""
     first = merged(InventorySnapshot(R), [Device("a"), Device("b")])
     assert merged(first, [Device("a"), Device("b")]) is first
     assert merged(first, [Device("b"), Device("a")]).version == 2
@@ -97,7 +97,7 @@ def test_subscriber_may_leave_while_told() -> None:
 
 
 class Lists(RuleBasedStateMachine):
-    """Any sequence of lists and forgetting."""
+    """Publishes and forgets devices in any sequence."""
 
     def __init__(self) -> None:
         super().__init__()

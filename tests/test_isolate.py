@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="namespaces and mounts
 
 
 def processes(mark: str) -> list[int]:
-    """The processes that have a word in their command line; it is passed through to the command as its $0."""
+    """The processes with the argument `mark` in their command line; a run passes `mark` to its script as $0."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):

@@ -24,7 +24,7 @@ TOP = {"", "__main__", "cli", "cli_manifests", "cli_plan", "demo"}
 
 
 def full(layer: str) -> str:
-    """Return the name of a layer that documents call without its distribution, if that is deviceplugin."""
+    """Return a layer's name with its distribution, which documents leave out if it is deviceplugin."""
     return layer if layer.startswith("dra_bridge.") else f"deviceplugin.{layer}"
 
 
@@ -32,7 +32,7 @@ MAY_IMPORT = {
     full(layer): {full(other) for other in re.findall(r"`([\w.]+)`", may)}
     for layer, may in re.findall(r"^\| `([\w.]+)` \| ([^|]*) \|$", CONTRIBUTING.read_text(), re.MULTILINE)
 }
-"""The layers, and those that the modules of each may import from, TYPE_CHECKING included: as CONTRIBUTING.md says."""
+"""For each layer, the layers from which its modules may import, also for types alone (the table in CONTRIBUTING.md)."""
 
 LONGEST = 600
 """Lines of a product module at the most."""
@@ -46,7 +46,7 @@ def is_module(name: str) -> bool:
 
 @functools.cache
 def imports(path: Path) -> frozenset[str]:
-    """The modules that a file imports: as it is imported itself, in a function, or for a type checker."""
+    """The modules that a file imports at the top level, in a function, or for types alone."""
     found: set[str] = set()
     for node in nodes(path):
         if isinstance(node, ast.ImportFrom) and node.module:
@@ -97,7 +97,7 @@ def test_layers_have_no_circle() -> None:
 
 
 def test_layers_that_may_be_imported_are() -> None:
-    """No layer may import another one without need."""
+    """Each import that the table of layers allows is used by a module."""
     crossed = {(name, other) for name in PRODUCT for other in crossings(name)}
     real = {(layer_of(name), other) for name, other in crossed}
     unused = {(layer, other) for layer, may in MAY_IMPORT.items() for other in may} - real
@@ -127,7 +127,7 @@ def test_modules_are_short() -> None:
 
 
 def test_each_class_has_a_name_of_its_own() -> None:
-    """Who reads a name knows which class it is; so it is with names of types that are no classes."""
+    """No two classes or type aliases of the product have the same name."""
     names = [node.name for path in PRODUCT.values() for node in nodes(path) if isinstance(node, ast.ClassDef)]
     top = (node for path in PRODUCT.values() for node in tree(path).body)
     assigned = (target for node in top if isinstance(node, ast.Assign) for target in node.targets)
@@ -172,14 +172,14 @@ def test_tests_use_what_is_public() -> None:
 
 
 def test_framework_knows_nothing_of_the_bridge() -> None:
-    """dra_bridge depends on deviceplugin, never the other way round; no client of the API server is loaded here."""
+    """deviceplugin imports neither dra_bridge nor a client of the API server (aiohttp, kubernetes_asyncio)."""
     foreign = {"dra_bridge", "aiohttp", "kubernetes_asyncio", "tests"}
     imported = {(name, module) for name, path in modules("deviceplugin").items() for module in imports(path)}
     assert not {(name, module) for name, module in imported if module.partition(".")[0] in foreign}
 
 
 def test_no_import_runs_back_up() -> None:
-    """No module imports itself by way of others, be it later, in a function, or for types alone."""
+    """No module imports itself through other modules, not even in a function or for types alone."""
     graph = {name: imports(path) & PRODUCT.keys() - {name} for name, path in PRODUCT.items()}
     done: set[str] = set()
 
@@ -231,7 +231,7 @@ def test_values_import_nothing() -> None:
     ],
 )
 def test_what_is_not_needed_is_not_loaded(code: str, without: set[str]) -> None:
-    """Every node pays for what a plugin's process loads."""
+    """A plugin's process, which runs on every node, does not load modules that it does not need."""
     command = [sys.executable, "-c", f"{code}; import sys; print(*sys.modules)"]
     loaded = set(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split())
     assert loaded.isdisjoint(without)

@@ -103,7 +103,10 @@ async def test_an_error_is_the_callers() -> None:
 
 
 async def test_devices_are_unhealthy_while_a_look_at_them_hangs() -> None:
-    """All of the resource, with the path as the reason; then they are as they were listed."""
+    """While a read of a device's path hangs, all devices of the resource are unhealthy, with the path as the reason.
+
+    Afterwards they have the health with which they were listed.
+    """
     gate, inventory = Gate(), Inventory(R)
     inventory.publish([Device("a"), Device("b", health=Health.UNHEALTHY, message="broken")])
     with pytest.raises(LookTimeoutError):
@@ -145,7 +148,7 @@ def test_no_product_code_uses_the_loops_default_threads() -> None:
 def test_device_paths_that_hang_hold_up_no_other_pod(
     tmp_path: Path, fake_kubelet: FakeKubelet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Allocate of that resource fails with the path, and its devices are unhealthy; other pods get theirs."""
+    """While a device path hangs, Allocate of its resource fails, and its devices are unhealthy; other pods start."""
     paths = [tmp_path / name for name in ("a0", "a1")]
     for path in paths:
         path.touch()

@@ -49,7 +49,7 @@ class Kept:
 
 @pytest.fixture
 def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Kept:
-    """Nothing was recorded yet."""
+    """An empty directory of reports, in place of the recorded results and of the page of the repository."""
     kept = Kept(tmp_path)
     monkeypatch.setattr(matrix, "PAGE", kept.page)
     monkeypatch.setattr(matrix, "RECORD", kept.record)
@@ -57,13 +57,13 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Kept:
 
 
 def rows(page: str) -> dict[str, list[str]]:
-    """Return the cells of a page's tables by the first one."""
+    """Return the rows of a page's tables: the further cells by the first cell."""
     cells = ([cell.strip() for cell in line.strip("|").split(" | ")] for line in page.splitlines() if "|" in line)
     return {first: others for first, *others in cells}
 
 
 def test_a_run_is_recorded(kept: Kept, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """A passed test counts, a skipped one is a no with its reason, and any failed case makes the test FAILED."""
+    """The page counts passed tests; a skipped test is a "no" with its reason, a test with a failed case is FAILED."""
     asked: list[tuple[str, Sequence[str]]] = []
 
     def run(version: str, tests: Sequence[str], nodes: int, report: Path) -> None:
@@ -133,14 +133,14 @@ def test_the_page_is_that_of_the_record() -> None:
 
 
 def test_a_version_without_a_report_fails_the_whole(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A node that did not start is in no column."""
+    """A version whose node did not start is not on the page, and the exit status is 1."""
     monkeypatch.setattr(matrix, "run", lambda *arguments: None)
     assert matrix.main(["--version", "1.32.2", "--record"]) == 1
     assert "1.32" not in kept.page.read_text()
 
 
 def test_holders_are_read_from_a_report_of_pytest(tmp_path: Path) -> None:
-    """A report of pytest with this project's settings has its day and the number of holders."""
+    """pytest's report has the day of the run, and the counts of devices' holders that a test records as a property."""
     test, report = tmp_path / "test_one.py", tmp_path / "report.xml"
     test.write_text("""def test_one(record_property): record_property("holders", '["e", "4"]')""")
     settings = matrix.HERE.parents[1] / "setup.cfg"

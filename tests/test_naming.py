@@ -146,7 +146,7 @@ def test_no_drivers(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["example.com/gpu-1_x.y", "a/" + "b" * 63, "a" * 244 + "/b", "requestsa/b"])
 def test_resources(name: str) -> None:
-    """A DNS name of at most 244 characters, and a name of at most 63, are the name of an extended resource."""
+    """An extended resource is named by a DNS name of at most 244 characters, a slash, and a name of at most 63."""
     check_resource(name)
 
 
@@ -201,13 +201,13 @@ def test_capacity_and_counters() -> None:
 @pytest.mark.parametrize("field", ["counters", "consumes"])
 @pytest.mark.parametrize("sets", [{"card_0": {"memory": 1}}, {"card0": {"Memory": 1}}, {"-a": {"memory": 1}}])
 def test_a_counters_name_is_checked_where_it_is_written(field: str, sets: dict[str, dict[str, int]]) -> None:
-    """A name that resource.k8s.io refuses is refused by Device: else claims alone would lack the device."""
+    """Device refuses counter names that the API server refuses; otherwise only claims would lack the device."""
     with pytest.raises(ValueError, match=f"device 'a': {field}: a counter.* must be 1 to 63 lower-case letters"):
         Device("a", counters=sets if field == "counters" else {}, consumes=sets if field == "consumes" else {})
 
 
 def test_device_is_checked_whole() -> None:
-    """A device's own attributes and capacity are checked, and how many it has."""
+    """A device may not have two names for one attribute, or more than 30 attributes and capacities."""
 
     def found(device: Device) -> list[tuple[str, str]]:
         return list(problems(device, "d.example.com"))

@@ -65,7 +65,7 @@ def test_version_is_set_everywhere(tmp_path: Path) -> None:
 
 
 def test_no_other_file_has_the_version() -> None:
-    """A version that the command does not set would stay behind at the next release."""
+    """No other file has the version, as the command that sets the version would not change it there."""
     parts = ("README.md", "api", "charts", "deviceplugin", "docs", "dra_bridge", "examples", ".github", "setup.cfg")
     files = [path for part in parts for path in (ROOT / part, *(ROOT / part).rglob("*")) if path.is_file()]
     named = re.compile(rf"(deviceplugin[-:]|/v|ersion: v?|==){re.escape(VERSION)}")
@@ -108,7 +108,7 @@ def test_krew_program(tmp_path: Path, runner: str) -> None:
 @pytest.mark.parametrize("path", sorted(WORKFLOWS.glob("*.yml")), ids=lambda path: path.name)
 def test_workflows(path: Path) -> None:
     """actionlint finds no problem in the workflows."""
-    # It knows the inputs of an action by its major version, not by a commit.
+    # actionlint knows an action's inputs by the action's major version, not by a commit.
     text = re.sub(r"@[0-9a-f]{40} # (v\d+)\S*", r"@\1", path.read_text())
     command = [str(build.ensure_tool("actionlint")), "-no-color", "-stdin-filename", str(path), "-"]
     done = subprocess.run(command, input=text, capture_output=True, text=True)
@@ -130,7 +130,7 @@ def test_actions_are_pinned() -> None:
 
 
 def test_what_is_released_was_tested() -> None:
-    """A release waits for all checks, the real node among them, and an image starts before anything vouches for it."""
+    """A release waits for all checks, also on the real node; an image must start before it is attested and signed."""
     jobs = yaml.safe_load((WORKFLOWS / "release.yml").read_text())["jobs"]
     assert jobs["checks"] == {"uses": "./.github/workflows/test.yml"}
     needed = {name: job.get("needs", []) for name, job in jobs.items()}
@@ -162,7 +162,7 @@ def test_pins_are_kept_up_to_date() -> None:
     places = {one["package-ecosystem"]: one["directory"].lstrip("/") for one in updates}
     assert places.keys() == {"github-actions", "pip", "docker"}
     assert "--hash=" in (ROOT / places["pip"] / "requirements.txt").read_text()
-    # It reads no base that is an ARG.
+    # Dependabot does not read a base image that is named by an ARG.
     assert "\nFROM python:" in (ROOT / places["docker"] / "Dockerfile").read_text()
 
 

@@ -23,7 +23,7 @@ class Some(DeviceSource):
 
 
 def test_devices_are_shared_as_their_source_says() -> None:
-    """At most `replicas` times; that also counts for a device for which the source has begun to fail."""
+    """`replicas_of` gives the number for each device, at most `replicas`; if it raises, the device has `replicas`."""
     devices = [Device(name) for name in "abc"]
     assert shares(Some(), devices) == {"a": 4, "b": 1, "c": 4}
     whole = Some()
@@ -59,7 +59,7 @@ def test_replicas_of_two_devices_never_collide(devices: list[str], replicas: int
 
 
 def test_id_that_is_no_replica_stays() -> None:
-    """An id the framework did not make is taken as it is (from before sharing was switched on, say)."""
+    """An id without a replica's number, for example from before sharing was switched on, is the device's own id."""
     assert device_of("gpu", 4) == "gpu"
     assert device_of("gpu::x", 4) == "gpu::x"
     assert device_of("::1", 4) == ""

@@ -122,7 +122,10 @@ def test_methods_of_other_names_are_the_authors(name: str) -> None:
 
 
 def test_a_name_like_that_of_a_hook_the_class_has_is_a_helpers() -> None:
-    """A name similar to a hook is accepted if the class has this hook, or if it is an attribute or of another class."""
+    """A method may have a name similar to a hook's if its class has that hook, or if it comes from another base class.
+
+    An attribute that is no method may have such a name, too.
+    """
     check_source(source_with(released=nothing, release=nothing)())
     check_source(source_with(edit="text")())
     other = type("Other", (), {"release": nothing})
@@ -306,7 +309,7 @@ def test_a_list_that_cannot_be_used_harms_no_other_source(
         yield [Device("a", consumes={"gpu0": {"memory": 1}}, counters={"gpu0": {"memory": 4}})]
         again.wait(60.0)
         part = Device("a", consumes={"gpu0": amounts})
-        amounts["memory"] = "much"  # behind the constructor's back
+        amounts["memory"] = "much"  # after the constructor has checked the value
         yield [part, Device("b")]
 
     bad, good = source_with(watch=watch)(), source_with(resource="example.com/good")()

@@ -17,11 +17,11 @@ GENERATED = {
     *("docs/support-matrix.md", "docs/api.md", "docs/scale.md"),
     *(path.relative_to(ROOT).as_posix() for path in reference_pages.PAGES),
 }
-"""Pages with names that tests give, with texts of the code, and with figures."""
+"""Pages that are generated from tests, from the code, or from measurements."""
 LONGEST = 40
 """Words of a sentence at the most."""
 BUDGET = 20_000
-"""Words of all pages together, code included: what has a letter or a digit between spaces, so no marks of tables."""
+"""Words of all pages together, with their code. A word has a letter or a digit, so marks of tables are no words."""
 RULES = {
     r"\b[Ww]hoever\b|(?<![\w?] )\bWho (?!\w[^.?]*\?)": "name the subject: a user, an agent, a program",
     r"\bis told\b|\b[Ww]hat is told\b|\btells (?!the driver's)\w+": "things have, show, return or report",

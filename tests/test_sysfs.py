@@ -20,7 +20,7 @@ def behind(tree: Tree, number: str, kind: str = "char") -> HardwarePart | None:
 
 
 def test_a_usb_device_is_known_by_its_serial_number_wherever_it_is_plugged_in(tree: Tree) -> None:
-    """With another device number and in another port, it keeps the name by its serial number, and its `part`."""
+    """A USB device keeps the name with its serial number, and its `part`, at another port and with another number."""
     tree.number("188:0", tree.usb("1-2", 4, serial="A5"), "1-2:1.0/ttyUSB0/tty/ttyUSB0")
     before = behind(tree, "188:0")
     tree.pull("1-2")
@@ -35,7 +35,7 @@ def test_a_usb_device_is_known_by_its_serial_number_wherever_it_is_plugged_in(tr
 
 @pytest.mark.parametrize("serial", ["", "0001"])
 def test_usb_devices_without_a_serial_number_of_their_own_are_told_apart_by_the_port(tree: Tree, serial: str) -> None:
-    """Twins have no name in common, whichever came first."""
+    """Two devices without a serial number, or with the same one, have no name in common: their names have the port."""
     for number, port in ((0, "1-2"), (1, "1-3")):
         tree.number(
             f"188:{number}", tree.usb(port, 4 + number, serial=serial), f"{port}:1.0/ttyUSB{number}/tty/ttyUSB{number}"
@@ -55,7 +55,7 @@ def test_usb_devices_without_a_serial_number_of_their_own_are_told_apart_by_the_
     ],
 )
 def test_a_part_has_no_number_that_the_kernel_counts_up(tree: Tree, below: str, part: str) -> None:
-    """Interface numbers stay: they are the device's own."""
+    """`part` has the numbers of USB interfaces, which are the device's own, and none that the kernel assigns."""
     tree.number("240:1", tree.usb("1-2", 4, serial="A5"), below)
     found = behind(tree, "240:1")
     assert found is not None
@@ -63,7 +63,7 @@ def test_a_part_has_no_number_that_the_kernel_counts_up(tree: Tree, below: str, 
 
 
 def test_parts_of_a_device_are_told_apart(tree: Tree) -> None:
-    """By the number that the driver gives each for good, else by their names."""
+    """Parts of a device differ by the number that the driver gives each part for good, else by their names in sysfs."""
     usb = tree.usb("1-2", 4, serial="A5")
     for number in (0, 1):
         tree.number(f"188:{number}", usb, f"1-2:1.0/ttyUSB{number}/tty/ttyUSB{number}")
@@ -98,7 +98,7 @@ def test_a_pci_function_is_known_by_its_address(tree: Tree) -> None:
 
 
 def test_a_node_without_a_bus_has_no_hardware(tree: Tree) -> None:
-    """As /dev/kvm and /dev/fuse, and numbers that sysfs does not have."""
+    """A node that is on no bus, such as /dev/kvm, and a number that sysfs does not have, have no hardware."""
     tree.number("10:232", tree.sys / "devices/virtual/misc", "kvm")
     assert behind(tree, "10:232") is None
     assert behind(tree, "10:233") is None

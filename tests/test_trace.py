@@ -1,4 +1,4 @@
-"""How many functions and modules a call of the kubelet's, and a move, pass through."""
+"""How many functions and modules a call of the kubelet, and a device's move from plugin to DRA, pass through."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def traced() -> dict[str, Trace]:
 
 @pytest.mark.parametrize("path", LIMITS)
 def test_a_path_is_no_longer_than_its_limit(path: str, traced: dict[str, Trace]) -> None:
-    """A call, or a move, passes through at most as many functions and modules of the product as its limit says."""
+    """A call or a device's move passes through at most as many functions and modules as its limit allows."""
     size, limit = traced[path].size, LIMITS[path]
     exceeded = size.functions > limit.functions or size.modules > limit.modules
     assert not exceeded, f"{size}, limit: {limit}"

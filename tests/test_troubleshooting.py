@@ -17,7 +17,7 @@ MODULES = [
 
 
 def code() -> str:
-    """Return all texts of the code but docstrings, with single spaces."""
+    """Return all strings of the code except docstrings, with single spaces."""
     return re.sub(r"\s+", " ", " ".join(" ".join(texts(tree(path))) for path in MODULES))
 
 
@@ -40,7 +40,7 @@ def calls(*names: str) -> Iterator[ast.Call]:
 
 
 def first_words(*names: str) -> set[str]:
-    """Return the first text among the arguments of each call of these."""
+    """Return the first string among the arguments of each call of the functions with these names."""
     found = set()
     for call in calls(*names):
         words = [one.value for one in call.args if isinstance(one, ast.Constant) and isinstance(one.value, str)]
@@ -63,7 +63,7 @@ def reasons_of_claims() -> set[str]:
 
 
 def reasons_of_events() -> set[str]:
-    """Return the reasons of Events: what is given to the two functions that write them."""
+    """Return the reasons of Events, from the calls of the two functions that write Events."""
     found = first_words("alarm")
     for call in calls("_start", "start"):
         if any(isinstance(one, ast.Attribute) and one.attr == "claim_event" for one in call.args):
@@ -93,7 +93,7 @@ def test_every_reason_of_a_claim_that_fails_is_there() -> None:
 
 
 def test_every_event_is_there() -> None:
-    """Each Event that the agents write is explained, beside the two of the kubelet."""
+    """The page explains each Event that the agents write, and two Events of the kubelet."""
     found = reasons_of_events()
     assert "DeviceQuarantined" in found
     assert rows("Events") == found | {"UnexpectedAdmissionError", "FailedPrepareDynamicResources"}
@@ -107,14 +107,14 @@ LOGGED = sorted(
 
 
 def test_messages_are_those_of_the_code() -> None:
-    """Each message that the page explains is part of one that the code has."""
+    """Each message that the page explains is part of a string in the code."""
     text = code()
     messages = {*LOGGED, *rows("A move does not end"), *rows("The command line")}
     assert not sorted(message for message in messages if message not in text)
 
 
 def texts_of_names(path: Path) -> dict[str, str]:
-    """Return the texts that names stand for, of all scopes of a module."""
+    """Return the strings that are assigned to names, by name, in all scopes of a module."""
     targets: list[tuple[ast.expr, ast.expr | None]] = []
     for one in nodes(path):
         if isinstance(one, ast.Assign):
@@ -129,7 +129,7 @@ def texts_of_names(path: Path) -> dict[str, str]:
 
 
 def logged() -> set[str]:
-    """Return what is logged at WARNING and ERROR; not what is the text of an error alone."""
+    """Return the messages that are logged at WARNING and ERROR, without those that only have an error's text."""
     found = set()
     for path in MODULES:
         known = texts_of_names(path)
@@ -150,7 +150,7 @@ def logged() -> set[str]:
 
 
 def test_messages_do_not_begin_with_what_they_are_about() -> None:
-    """Resource and driver are given as `extra`, and a line for people begins with them; a signal or a path may come."""
+    """No message begins with a resource or driver, which log lines take from `extra`; three have a signal or path."""
     assert {text for path in MODULES for text in texts(tree(path)) if re.match("%s: .*[a-z]{3}", text)} == {
         "%s: the agent ends; pods keep their devices",
         "%s: cannot save the config file for a start with an invalid file: %s",
