@@ -36,7 +36,7 @@ class ApiError(Exception):
 
 @dataclass(frozen=True)
 class Resource:
-    """One kind that the server serves."""
+    """A kind of objects that the API server serves, in one API version."""
 
     api_version: str
     kind: str
@@ -174,7 +174,7 @@ class Api:
         return found
 
     def resource(self, kind: str, api_version: str | None = None) -> Resource:
-        """Return a kind by any of its names; for an unknown name, read the discovery once more."""
+        """Return the Resource of a kind by any of the kind's names; for an unknown name, read the discovery again."""
         for attempt in (1, 2):
             if attempt == 2 or not self._resources:
                 self._resources = self.resources()

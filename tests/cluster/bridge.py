@@ -1,4 +1,4 @@
-"""The agent with both sides on the real node, with exactly the rights that its manifests give it.
+"""The agent as device plugin and DRA driver on the real node, with exactly the rights that its manifests give it.
 
 The agent reaches the API server as in its DaemonSet: by the files of a pod's service account and the address of the
 cluster's service.
@@ -59,7 +59,7 @@ class ClaimPod(Pod):
                     seen = self.retry(seen)
 
     def retry(self, seen: int = 0) -> int:
-        """Change the pod if it had more than `seen` failures to prepare; return the number of failures."""
+        """Change the pod if more than `seen` preparations of its claims have failed; return the number of failures."""
         failures = sum(e.get("count") or 1 for e in self.events() if e.get("reason") == "FailedPrepareDynamicResources")
         if failures > seen:
             self.cluster.api.patch("pod", self.name, {"metadata": {"annotations": {"retry": str(failures)}}})
@@ -106,7 +106,7 @@ class Bridge:
     ) -> Iterator[Self]:
         """Install and start the agent; at the end delete all pods, then end the agent.
 
-        script: a Python program that is an agent with the same resources and drivers, in place of the config.
+        script: a Python program that runs an agent with the same resources and drivers, instead of `dra-bridge run`.
         claim_status: whether the agent writes the status of claims, and has this right.
         node_status: whether the agent has the right to write the Node's status.
         """
@@ -123,7 +123,7 @@ class Bridge:
             finally:
                 bridge.stop_former()
                 bridge.stop()
-                # Otherwise the next test could mistake this test's allocatable in the Node's status for its own.
+                # The next test must not read the allocatable number that this test's agent left in the Node's status.
                 with contextlib.suppress(ClusterError):
                     names = [str(resource["name"]) for resource in bridge.resources]
                     cluster.wait_for(lambda: not any(map(cluster.allocatable, names)), 20.0, "nothing is allocatable")
@@ -185,7 +185,7 @@ class Bridge:
 
     @property
     def api_version(self) -> str:
-        """The group resource.k8s.io with this version."""
+        """The group resource.k8s.io with the version that the agent uses, such as resource.k8s.io/v1."""
         return f"resource.k8s.io/{self.version}"
 
     def write(self) -> None:
@@ -195,12 +195,12 @@ class Bridge:
         new.replace(self.config)
 
     def share(self, share: str | int, resource: int = 0) -> None:
-        """Write the config file with another share of a resource."""
+        """Write the config file with another `share` of a resource, which is the number of its devices for claims."""
         self.resources[resource] = {**self.resources[resource], "dra": {"share": share}}
         self.write()
 
     def command(self) -> list[str]:
-        """Return the first part of the agent's command line."""
+        """Return the command line of the agent, without the options that `start` adds for every agent."""
         if self.script is not None:
             return [sys.executable, str(self.script)]
         return [sys.executable, "-m", "dra_bridge", "run", "--config", str(self.config), *ANY_CONFIG]
@@ -314,7 +314,7 @@ class Bridge:
         ]
 
     def offered(self, driver: str | None = None) -> dict[str, Object]:
-        """Return the devices of all slices by name, `basic` unwrapped."""
+        """Return the devices of all slices by name; v1beta1's fields in `basic` are added to the device's fields."""
         return {
             device["name"]: {**device, **device.get("basic", {})}
             for one in self.slices(driver)
@@ -333,7 +333,7 @@ class Bridge:
     def claim_spec(
         self, *requests: Object, constraints: Sequence[Object] = (), config: Sequence[Object] = ()
     ) -> Object:
-        """Return a claim's spec for this cluster's version; requests are those of v1 (`exactly`, `firstAvailable`)."""
+        """Return a claim's spec for this cluster's version; the arguments have the form of v1 (with `exactly`)."""
         fitted = []
         for request in requests:
             exactly = request.get("exactly")

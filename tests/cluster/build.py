@@ -117,7 +117,7 @@ PEERS = {
 
 @dataclass(frozen=True)
 class Tool:
-    """A Go program that reads files of this repository. stamps: values for variables of the program, by full name."""
+    """A Go program that reads files of this repository. stamps: values that its build sets, by the variable's name."""
 
     package: str
     version: str
@@ -223,7 +223,7 @@ SAMPLE_PLUGIN = "sample-device-plugin"
 
 
 def sample_plugin() -> Path:
-    """Return the path of the sample plugin of the default version, which may not be built."""
+    """Return where the sample plugin of the default version is once it is built; this function does not build it."""
     return cache_directory() / f"{SAMPLE_PLUGIN}-{default_version()}" / "bin" / SAMPLE_PLUGIN
 
 
@@ -451,7 +451,7 @@ def missing_packages() -> list[str]:
 
 
 QUIETLY = {"DEBIAN_FRONTEND": "noninteractive", "RUNLEVEL": "1"}
-"""Environment for apt-get: it asks no questions and starts no services, such as Debian's prometheus."""
+"""The environment in which apt-get asks no questions and starts no services, such as Debian's prometheus."""
 
 
 def ensure_packages(find_missing: Callable[[], list[str]] = missing_packages) -> None:

@@ -27,7 +27,7 @@ _SHARED = pytest.StashKey["Shared"]()
 
 
 class Shared:
-    """The session's cluster. `get` starts it if it is not running, or if its options change."""
+    """The session's cluster. `get` starts the cluster if it is not running, or if other options are wanted."""
 
     def __init__(self, config: pytest.Config) -> None:
         """Store the configuration; no cluster is started."""
@@ -93,7 +93,7 @@ def longest_first(items: Sequence[pytest.Item], processes: int) -> list[pytest.I
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Exit if the tests of this directory do not run isolated, as a node would harm the machine. Sort the tests.
+    """Exit if the tests of this directory do not run isolated, as their node would harm the machine. Sort the tests.
 
     Each test of this directory gets a timeout of 1800 s.
     """

@@ -30,7 +30,7 @@ from tests.programs import ANY_CONFIG
 Object = dict[str, Any]
 LABEL = "pool"
 DEVICES = 4
-"""Number of devices of a node, and of its CPUs."""
+"""The number of devices of each node, which is also the number of its CPUs."""
 HEARTBEAT = 10.0
 """Seconds between two heartbeats of a Node. After 50 s without one, the node controller calls the Node unreachable."""
 
@@ -57,7 +57,7 @@ class GroupNode:
 
 @dataclass
 class Group:
-    """Nodes of one label with devices of one driver."""
+    """Nodes that have one label in common, each with devices of the same driver."""
 
     cluster: Cluster
     resource: str
@@ -169,7 +169,7 @@ class Group:
         return counts
 
     def verdicts(self) -> list[Verdict]:
-        """Return the verdict of the autoscaler's model on each node now."""
+        """Return for each node how a model of the cluster autoscaler judges it now."""
         api = self.cluster.api
         slices, claims, pods = api.list("ResourceSlice"), api.list("ResourceClaim"), api.list("Pod")
         return list(judge(self.objects(), slices, claims, pods).values())

@@ -39,7 +39,7 @@ class HangingFileSystem:
         )
         assert self._process.stdout is not None
         assert self._process.stdout.readline() == b"mounted\n"
-        (point / "first").touch()  # the kernel learns at the first close that there is no FLUSH
+        (point / "first").touch()  # the kernel learns at the first close that the server does not support FLUSH
         (point / "first").unlink()
 
     def __enter__(self) -> Self:
@@ -168,7 +168,7 @@ class Server:
         return b""
 
     def _forget(self, path: str) -> None:
-        """Give the node of a removed path another path, so that the next file at this path gets its own node."""
+        """Give the FUSE node of a removed path another path, so that the next file at this path gets its own node."""
         for node, known in self._paths.items():
             if known == path:
                 self._paths[node] = f"{path}\n"

@@ -87,13 +87,13 @@ def write_agent(
 ) -> None:
     """Write the agent's image with several names. Requires root, because the image is made in a chroot.
 
-    environment: environment variables of the image, with which its bytecode is compiled, too.
+    environment: environment variables of the image; its Python files are also compiled with these variables.
     """
     root = build.ensure_python()
     python = f"/usr/bin/python{build.image_base()[0]}"
     buffer = io.BytesIO()
     with (
-        # In the cache's file system, so that files are linked instead of copied.
+        # The directory is in the cache's file system, so that files are linked instead of copied.
         tempfile.TemporaryDirectory(prefix=".image-", dir=build.cache_directory()) as directory,
         tarfile.open(fileobj=buffer, mode="w") as archive,
     ):

@@ -17,7 +17,7 @@ from pathlib import Path
 __all__ = ["allow"]
 
 LIMITS = "/proc/sys/user/max_inotify_"
-"""The files' common prefix. The limits are those of the user namespace of the process that opens the file."""
+"""The common prefix of the files with the limits: of the user namespace of the process that opens such a file."""
 MAP = "0 0 4294967295"
 NEW_USER_NAMESPACE = 0x10000000
 _libc = ctypes.CDLL(None, use_errno=True)

@@ -24,7 +24,7 @@ from tests.cluster.node import Cluster, Component
 
 VERSION = "v1beta2"
 HEALTH, WEBHOOKS = 18081, 19443
-"""Ports."""
+"""The ports of Kueue's health checks and of its webhooks."""
 SHADOWED = 'mount --bind "$0" /etc && exec "$@"'
 """A shell script that mounts another directory over /etc. Kueue reads nothing in /etc except its certificate."""
 OWN = ("-kueue-x-k8s-io-", "-batch-v1-job")

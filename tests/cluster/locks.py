@@ -91,7 +91,11 @@ def key_of(path: Path) -> str:
 
 @dataclass(frozen=True)
 class Note:
-    """A line of the log. what: got, failed or without (containers); free, held or broken (calls of `released`)."""
+    """A line of the log. what: a word about a container, or about a call of `released`.
+
+    A container got the lock of a device, failed to get the lock, or is without a device. A call of `released` found the
+    lock free or held, or the call was broken (it failed on purpose).
+    """
 
     at: float
     what: str
@@ -152,7 +156,7 @@ def pids(uid: str) -> list[int]:
 
 
 def parent(pid: int) -> int:
-    """Return a process's parent; that of a container's first process is its shim."""
+    """Return the PID of a process's parent; the parent of a container's first process is the container's shim."""
     found = re.search(r"^PPid:\s+(\d+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
     assert found is not None
     return int(found.group(1))
@@ -192,7 +196,7 @@ def container(
 def pod(
     name: str, *main: Object, claims: Mapping[str, Object] | None = None, namespace: str = "default", **spec: Any
 ) -> Object:
-    """Return a pod's manifest. claims: the source of each claim (a claim's or a template's name), by its name."""
+    """Return a pod's manifest. claims: by the pod's name for a claim, the name of the claim or of its template."""
     entries = [{"name": claim, **source} for claim, source in (claims or {}).items()]
     return {
         "apiVersion": "v1",
@@ -279,7 +283,7 @@ def record_released(devices: Sequence[Device]) -> None:
             try:
                 key = key_of(Path(node.host))
             except OSError:
-                continue  # unplugged
+                continue  # the device is unplugged
             with open(LOCKS / key, "a") as file, open(LOCKS / "log", "a") as log:
                 try:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

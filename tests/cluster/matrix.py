@@ -77,9 +77,9 @@ A container locks its devices; a lock that fails is an overlap.
 
 
 class Seen(NamedTuple):
-    """The result of a test on one version. word: yes, no (skipped) or FAILED. reason: of the skip or the failure.
+    """The result of a test on one version. word: yes, no (skipped) or FAILED. reason: why it was skipped or failed.
 
-    holders: the counts of a scenario about holders, as in HEAD, without scenario and version.
+    holders: the columns of HEAD, without its first two, for a scenario that counts holders of devices.
     """
 
     word: str

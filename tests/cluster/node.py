@@ -141,7 +141,7 @@ class Component:
         if self.running:
             raise ClusterError(f"{self.name} runs already")
         environment = {key: value for key, value in os.environ.items() if not key.startswith(("KUBE", "CONTAINERD"))}
-        environment.setdefault("GOGC", "400")  # a fifth less of a core for the API server, for some 200 MB
+        environment.setdefault("GOGC", "400")  # the API server uses a fifth less of a core, and some 200 MB more memory
         if self.path:
             environment["PATH"] = f"{self.path}:{environment.get('PATH', '/usr/sbin:/usr/bin:/sbin:/bin')}"
         with open(self.log, "ab") as log:
@@ -354,7 +354,7 @@ class Cluster:
             "--authorization-mode=Node,RBAC",
             "--enable-admission-plugins=NodeRestriction",
             "--allow-privileged",
-            # without it, `kubectl logs` and `exec` resolve the Node's name, and there is no DNS
+            # without this option, `kubectl logs` and `exec` resolve the Node's name, and there is no DNS
             "--kubelet-preferred-address-types=InternalIP",
             *([f"--runtime-config={served}"] if served else []),
             *common,
@@ -366,7 +366,7 @@ class Cluster:
             f"--root-ca-file={pki}/ca.crt",
             "--use-service-account-credentials",
             "--leader-elect=false",
-            # with the default, 20 requests a second, its start takes 4 s
+            # with the default, 20 requests a second, the controller manager's start takes 4 s
             "--kube-api-qps=300",
             "--kube-api-burst=600",
             "--secure-port=0",
@@ -434,7 +434,7 @@ class Cluster:
             "failSwapOn": False,
             "enforceNodeAllocatable": [],
             "localStorageCapacityIsolation": False,
-            # 0 is refused; these thresholds are practically never reached
+            # the kubelet refuses 0; these thresholds are practically never reached
             "evictionHard": {"memory.available": "1Mi", "nodefs.available": "0.1%", "imagefs.available": "0.1%"},
             "featureGates": self.feature_gates,
             "nodeStatusUpdateFrequency": "1s",
@@ -543,7 +543,7 @@ class Cluster:
         self.stop_kubelet()
         time.sleep(downtime)
         before = self._heartbeat() if reported else ""
-        if reported:  # heartbeats have whole seconds: in the same second the new kubelet's would equal the former's
+        if reported:  # heartbeats have whole seconds: in the same second both kubelets' heartbeats would be equal
             self.wait_for(lambda: time.strftime("%FT%TZ", time.gmtime()) > before, 5.0, "the next second")
         self.start_kubelet()
         # Kubelet 1.32 writes no status after its start until a part of the status changes.
@@ -630,7 +630,7 @@ class Cluster:
         self.api.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": metadata})
 
     def events(self, name: str, namespace: str = "default") -> Objects:
-        """Return the Events about objects of a name, in no order."""
+        """Return the Events about all objects with this name, in no particular order."""
         return self.api.list("Event", namespace, "v1", field_selector=f"involvedObject.name={name}")
 
     def kubectl(self, *arguments: str, check: bool = True) -> str:
@@ -666,7 +666,7 @@ class Cluster:
         return int(self.node()["status"].get("capacity", {}).get(resource, 0))
 
     def healthy(self, resource: str) -> int | None:
-        """Return the number of a resource's healthy devices in the kubelet's own list; None if it does not answer.
+        """Return the number of a resource's healthy devices in the kubelet's list; None if the kubelet does not answer.
 
         The Node's status has a former plugin's devices until the kubelet writes the next status.
         """
@@ -890,7 +890,7 @@ class Cluster:
                 found = self.api.list(kind, namespace)
             except ApiError as error:
                 if error.code == 404:
-                    continue  # not served by this version
+                    continue  # this version does not serve the kind
                 raise
             for entry in found:
                 metadata = entry["metadata"]
@@ -1011,7 +1011,7 @@ class Pod:
             return status["phase"] == "Running" and all("running" in entry["state"] for entry in containers)
 
         self._wait(running, timeout, "runs")
-        self.container_id()  # for exec while the API server is away
+        self.container_id()  # keeps the id, so that `exec` works while the API server is away
         return self
 
     def wait_phase(self, *phases: str, timeout: float = 30.0) -> str:
@@ -1039,7 +1039,7 @@ class Pod:
             raise
 
     def wait_gone(self, timeout: float = 30.0) -> None:
-        """Wait until the Pod object is gone; if deleted with a grace above 0, the containers have ended before."""
+        """Wait until the Pod object is gone; if its deletion had a grace above 0, its containers have ended by then."""
         self._wait(self.gone, timeout, "is gone")
 
     def delete(self, grace: int = 1) -> None:

@@ -125,7 +125,7 @@ class Prometheus:
         return found[0] if found else None
 
     def holders(self) -> set[tuple[str, ...]]:
-        """Return (resource, device, side, pod, container) of all holders."""
+        """Return (resource, device, side, pod, container) of all holders; side: device plugin or DRA."""
         return {
             tuple(dict(labels)[name] for name in ("resource", "device", "side", "pod", "container"))
             for labels, value in self.query("deviceplugin_allocation_info").items()
@@ -141,7 +141,7 @@ class Prometheus:
         return {(labels["alertname"], labels.get("device") or labels.get("resource") or "") for labels in self.alerts()}
 
     def told(self, alert: str, label: str) -> set[str]:
-        """Return the values of a label of a firing alert; an empty set if the alert does not fire."""
+        """Return the values that a label has in the firing alerts of a name; an empty set if no such alert fires."""
         return {labels[label] for labels in self.alerts() if labels["alertname"] == alert}
 
     def evaluated(self) -> datetime:

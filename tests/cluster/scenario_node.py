@@ -90,7 +90,7 @@ class RealNode(NodeWithAgents):
                 pod.delete()
             for pod in cluster.pods("default"):
                 pod.wait_gone()
-            # Otherwise the next scenario could mistake this scenario's allocatable for its own.
+            # The next scenario must not read the allocatable number that these agents left in the Node's status.
             cluster.wait_for(node.nothing_allocatable, 60.0, "nothing is allocatable any more")
             shutil.rmtree(directory, ignore_errors=True)
 

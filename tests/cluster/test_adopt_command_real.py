@@ -116,7 +116,7 @@ def vendor_pod(node: Cluster, other_than: str = "") -> Pod:
 
 
 def test_a_daemonset_is_adopted_and_given_back(adopting: Adopting) -> None:
-    """The printed commands adopt a plugin and give it back: pods keep their devices.
+    """The printed commands adopt a vendor's plugin and undo its adoption: pods keep their devices.
 
     `adopt --undo` refuses while claims have devices or devices are for claims.
     """

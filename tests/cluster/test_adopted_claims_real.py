@@ -1,4 +1,7 @@
-"""Claims of adopted devices on the real node: what pods see, moves, restarts, and a plugin that registers elsewhere.
+"""Claims of devices of an adopted plugin on the real node.
+
+The tests compare what pods see, move devices between the plugin and claims, restart programs, and let the plugin
+register with the kubelet instead of the agent.
 
 The vendor's plugin is the testing kit's stand-in. Containers show which devices they hold by locks of the kernel
 (``tests.cluster.locks``), and under churn by files that they write (``tests.cluster.test_handover``).
@@ -52,7 +55,7 @@ from dra_bridge.node import driver_runtime, resource
 driver_runtime.BYPASSED = resource.BYPASSED = 20.0
 sys.exit(main())
 """
-"""`dra-bridge` for which a plugin's bypass counts as over 20 s after the last sign of it, instead of 60 s."""
+"""`dra-bridge` for which a plugin's bypass of the agent is over 20 s, not 60 s, after the last sign of the bypass."""
 
 
 def command(bridge: Bridge) -> list[str]:
@@ -197,7 +200,8 @@ def test_a_plugin_that_ends_while_a_pod_is_admitted(
 ) -> None:
     """The pod's status says which plugin ended in which call, and the kubelet admits the next pod.
 
-    As a claim holds a device, the agent stays registered: the kubelet's call ends with the plugin, not with a stream.
+    A claim holds a device, so the agent stays registered with the kubelet while the plugin is away. The kubelet's call
+    to the agent therefore ends because the plugin has ended, and not because the agent's registration has ended.
     """
     cluster = scene.cluster
     scene.nodes("a", 2)
@@ -294,7 +298,7 @@ def test_a_pod_is_deleted_while_its_plugin_hangs(
 def test_pods_with_limits_through_dra_start_though_their_plugin_wants_pre_start_container(
     scene: Scene, vendors: dict[str, Vendor]
 ) -> None:
-    """A pod with limits starts through DRA although its plugin wants PreStartContainer, which is called once a pod."""
+    """A pod with limits starts through DRA although its plugin wants PreStartContainer; the call is made once."""
     cluster = scene.cluster
     scene.nodes("a", 1)
     once = {"devices": [{"plugin": {"claims": True, "pre_start": "once"}}]}
@@ -320,7 +324,7 @@ def test_pods_with_limits_through_dra_start_though_their_plugin_wants_pre_start_
 
 
 def test_moves_through_restarts(scene: Scene, vendors: dict[str, Vendor]) -> None:
-    """Pods on both sides keep devices that are to move while kubelet, plugins and agent restart."""
+    """While kubelet, plugins and agent restart, pods with limits and with claims keep devices that are to move."""
     plains, claimers = scene.both()
     allocated = {letter: len(calls(vendor, "Allocate")) for letter, vendor in vendors.items()}
     for what in ("kubelet", "plugins", "agent", "plugins", "kubelet", "agent"):
@@ -343,7 +347,7 @@ def test_moves_through_restarts(scene: Scene, vendors: dict[str, Vendor]) -> Non
 
 @pytest.fixture
 def cards(cluster: Cluster) -> Iterator[Bridge]:
-    """An agent that has adopted a plugin with eight devices, all on the plugin side."""
+    """An agent that has adopted a plugin with eight devices, none of which is for claims yet."""
     for directory in (test_handover.DEVICES, test_handover.NOTES):
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir(parents=True)
@@ -423,7 +427,7 @@ def test_a_node_that_another_resource_lists_as_well(
 ) -> None:
     """A plugin gives a device node for resource a, and resource b lists the same node: it has one holder at a time.
 
-    first and then: the resource and the kind of pod of the holder and of the pod that waits for the holder's end.
+    first and then: for the holder and for the pod that waits for the holder's end, the resource, and limits or claim.
     """
     cluster, shares, ways = scene.cluster, {"claim": "all", "limits": "none"}, dict([first, then])
     make = {"claim": scene.claimer, "limits": scene.pod}
@@ -453,7 +457,7 @@ def test_a_node_that_another_resource_lists_as_well(
 
 @pytest.mark.lengthy
 def test_moves_under_churn(cards: Bridge) -> None:
-    """No device has two holders while pods churn and devices move, through restarts, kills and an API outage."""
+    """No device has two holders while pods and devices' moves go on, also during restarts, kills and an API outage."""
     test_handover.test_no_device_ever_has_two_holders(cards)
 
 
@@ -521,10 +525,10 @@ def test_a_reverted_path_while_claims_hold_devices(scene: Scene, vendors: dict[s
 def test_a_reverted_path_after_the_config_has_dropped_the_resource(
     scene: Scene, vendors: dict[str, Vendor], monkeypatch: pytest.MonkeyPatch, *, adopts: bool
 ) -> None:
-    """A config drops a resource whose devices claims hold, and its plugin registers with the kubelet: pods get none.
+    """A plugin registers with the kubelet after the config dropped its resource, whose devices claims hold.
 
-    Only the agent's saved register names these devices then. adopts: the agent still adopts another resource; otherwise
-    it runs without `--adopt`.
+    No pod gets a device. Only the agent's saved records still name the devices. adopts: the agent still adopts another
+    resource; otherwise the agent runs without `--adopt`.
     """
     cluster = scene.cluster
     for letter in "ab":
@@ -564,7 +568,7 @@ def test_a_reverted_path_after_the_config_has_dropped_the_resource(
 
 
 def test_a_reverted_plugin_that_comes_again_and_again(scene: Scene, vendors: dict[str, Vendor]) -> None:
-    """A plugin that exits when the agent registers again, as AMD's does, is noticed at each of its registrations."""
+    """A plugin ends when the agent registers again, as AMD's does: the agent notices each return of the plugin."""
     cluster = scene.cluster
     scene.nodes("a", 2)
     scene.serve(adopted("a", "all"))
@@ -600,7 +604,10 @@ def test_a_reverted_plugin_that_comes_again_and_again(scene: Scene, vendors: dic
 
 
 def test_two_instances_of_a_plugin(scene: Scene, vendors: dict[str, Vendor]) -> None:
-    """With one plugin at the agent and one at the kubelet, idle devices leave the slice; no pod bypasses the agent."""
+    """If one plugin instance registers with the agent and one with the kubelet, no pod gets a device past the agent.
+
+    Devices that no claim holds leave the slice.
+    """
     cluster = scene.cluster
     scene.nodes("a", 4)
     scene.serve(adopted("a", 2))

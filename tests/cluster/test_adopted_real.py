@@ -1,4 +1,4 @@
-"""Vendors' plugins adopted by `deviceplugin run --adopt` on the real node: allocations, restarts, and the way back."""
+"""Vendors' plugins that `deviceplugin run --adopt` adopts on the real node: allocations, restarts, adoption's end."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ READY = "plugins can register"
 
 
 def test_adoption_and_the_way_back(scene: Scene) -> None:
-    """A plugin whose pods hold devices is adopted and given back; no device ever has two holders."""
+    """A plugin whose pods hold devices is adopted, and later serves without the agent; no device has two holders."""
     cluster = scene.cluster
     scene.nodes("a", 4)
     vendor, agent = Vendor(scene, "a"), Adopter(scene, "a")
@@ -147,7 +147,7 @@ def test_the_sample_plugin_of_kubernetes(scene: Scene, how: str) -> None:
     """
     cluster = scene.cluster
     resource = "example.com/resource"
-    agent = Adopter(scene, "a")  # its config does not name the resource: it is passed through
+    agent = Adopter(scene, "a")  # its config does not name the resource, whose plugin is adopted all the same
     agent.start()
     registry, environment = DIRECTORY / "plugins_registry", dict(os.environ)
     directory, mounts = DIRECTORY, []

@@ -47,7 +47,7 @@ bridge, prometheus = metrics.bridge, metrics.prometheus  # fixtures
 
 
 def share(cluster: Cluster, wanted: str, driver: str = "gpu.example.com") -> None:
-    """Request a share of a driver's devices for claims."""
+    """Request how many of a driver's devices are for claims (wanted), as `dra-bridge migrate` does."""
     annotation = {"metadata": {"annotations": {f"{driver}/dra-share": wanted}}}
     cluster.api.patch("Node", cluster.node_name, annotation)
 
@@ -81,7 +81,7 @@ def wait_ended(prometheus: Prometheus, cluster: Cluster, *alerts: str) -> None:
 
 
 def test_alerts_fire_for_what_happened(bridge: Bridge, prometheus: Prometheus) -> None:
-    """Alerts fire for a sick device, a lost kubelet, a stuck handover and a dead agent, and end with their causes."""
+    """Alerts fire for an unhealthy device, a lost kubelet, a stalled move or a dead agent, and end with the cause."""
     cluster = bridge.cluster
     (group,) = prometheus.get("rules")["groups"]
     cluster.wait_for(
@@ -91,7 +91,7 @@ def test_alerts_fire_for_what_happened(bridge: Bridge, prometheus: Prometheus) -
     )
     alerts = {rule["name"] for rule in group["rules"] if rule["type"] == "alerting"}
     assert alerts == {rule["alert"] for rule in rules()}
-    quiet = {("DeviceDriverError", "gpu-3"), ("DeviceDriverError", "card-3")}  # the script's XID, until it is old
+    quiet = {("DeviceDriverError", "gpu-3"), ("DeviceDriverError", "card-3")}  # from the script's XID, until it is old
     cluster.wait_for(lambda: prometheus.firing() <= quiet, 60, "all is well")
 
     assert bridge.script is not None
@@ -103,7 +103,7 @@ def test_alerts_fire_for_what_happened(bridge: Bridge, prometheus: Prometheus) -
     def stuck() -> set[str]:
         return {device for name, device in prometheus.firing() if name == "HandoverStuck"}
 
-    # A held device cannot move: a handover that waits for the device's pod raises no alert.
+    # A held device cannot move to claims: a move that waits for the device's pod raises no alert.
     before = cluster.allocatable("example.com/gpu")
     holder = cluster.start_pod("holder", {"example.com/gpu": 1}).wait_running()
     device = env_of(holder)["GPU"]
@@ -175,7 +175,7 @@ def small_disk(cluster: Cluster) -> Iterator[Path]:
 
 
 def fill(path: Path) -> None:
-    """Write until the disk is full."""
+    """Write into this file until its file system is full."""
     with contextlib.suppress(OSError), path.open("wb", buffering=0) as file:
         while True:
             file.write(bytes(4096))
@@ -314,7 +314,7 @@ def test_alerts_about_sources_and_others(small_disk: Path, bridge: Bridge, prome
 
 
 def test_a_token_that_is_not_renewed(bridge: Bridge, prometheus: Prometheus) -> None:
-    """The alert fires for an agent with a token of 10 minutes, and ends after a start with a token of an hour."""
+    """An alert fires for an agent with a token of 10 minutes, and ends after a start with a token of an hour."""
     for seconds, wait in ((600, wait_fires), (3600, wait_ended)):
         bridge.renew_token(seconds)
         bridge.stop()
@@ -352,7 +352,7 @@ class Watched(Bridge):
 
 @contextlib.contextmanager
 def watched(cluster: Cluster, counts: Mapping[str, int], *resources: Mapping[str, Any]) -> Iterator[Watched]:
-    """Run the agent with device nodes; counts has their number by the resource's letter."""
+    """Run the agent with device nodes. counts: the number of device nodes, by the resource's letter."""
     for directory in (BOARDS, ADOPTED):
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir(parents=True)
@@ -473,7 +473,7 @@ def test_alerts_about_holders(cluster: Cluster, tmp_path: Path) -> None:
 
 
 def test_alerts_about_what_an_operator_did(cluster: Cluster, tmp_path: Path) -> None:
-    """Alerts fire for shares after which a kubelet restart ends pods, for an invalid config file and a lost plugin."""
+    """Alerts fire for moves after which a kubelet restart ends pods, for an invalid config file and a lost plugin."""
     if cluster.minor < 35:
         pytest.skip("1.34 leaves extended resources to DRA only where the node does not name them at all")
     adopted = {"name": "example.net/v", "devices": [{"plugin": {}}]}
@@ -483,14 +483,14 @@ def test_alerts_about_what_an_operator_did(cluster: Cluster, tmp_path: Path) -> 
         KubeState(cluster),
         Prometheus(tmp_path) as prometheus,
     ):
-        # Resource d: a pod that waited is older than a pod on the plugin side, which the agent does not know.
+        # Resource d: DRA will serve the pod `waits`, which is older than `younger`, a pod of the device plugin.
         cluster.wait_allocatable("example.net/d", 3)
         first = cluster.start_pod("first", {"example.net/d": 2}).wait_running()
         waits = older(cluster.start_pod("waits", {"example.net/d": 2}))
         waits.wait_unschedulable()
         younger = cluster.start_pod("younger", {"example.net/d": 1}).wait_running()
         share(cluster, "all", "d.example.net")
-        # Resource e: the share is forced, to the plugin side and back.
+        # Resource e: devices are forced to move from claims to the device plugin, and back.
         agent.wait_offered(4, "e.example.net")
         cluster.wait_allocatable("example.net/e", 0)
         older(cluster.start_pod("unchanged", {"example.net/e": 1})).wait_running()

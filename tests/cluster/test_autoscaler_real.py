@@ -43,16 +43,16 @@ def group(cluster: Cluster) -> Iterator[Group]:
 def test_an_autoscaler_drains_no_used_node_in_any_state(group: Group) -> None:
     """In no state of a migration does a used node count as idle or unready.
 
-    The states: share none without slices and with empty slices, a mixed group, a partial share, moving devices, share
-    all, and none again. Afterwards no mark of a rollout is left.
+    The states of a node's devices: none is for claims (without slices and with empty slices), some are to move, some or
+    all are for claims, and none again. In one state the nodes differ. In the end no annotation of a rollout is left.
     """
     names = [node.name for node in group.nodes]
 
-    # Share none, without slices: agents that serve no claims change nothing for the autoscaler.
+    # No device is for claims, no slice exists: agents that serve no claims change nothing for the autoscaler.
     assert group.slices() == {}
     assert group.verdicts() == ALL_USED
 
-    # A mixed group with moving devices: the first node's holders delay its move, the other nodes have empty slices.
+    # The nodes differ: the first node's devices are to move and have holders; the other nodes have empty slices.
     status, out = group.rollout("--share", "2", "--timeout-per-node", "3")
     assert status == 1, out
     assert f"stopped: {names[0]}: not done after 3 s" in out
@@ -61,14 +61,14 @@ def test_an_autoscaler_drains_no_used_node_in_any_state(group: Group) -> None:
     assert group.slices()[names[1]] == 0
     assert group.verdicts() == ALL_DISABLED
 
-    # The stopped rollout is undone: share none again.
+    # The stopped rollout is undone: no device is for claims again.
     status, out = group.rollout("--undo")
     assert status == 0, out
     group.until(lambda: not group.slices(), "no node has a slice")
     assert group.annotations() == [{}] * COUNT
     assert group.verdicts() == ALL_USED
 
-    # A partial share: one device of each node moves, the pods keep the others.
+    # One device of each node moves to claims; the pods keep the node's other devices.
     status, out = group.rollout("--share", "1", "--max-unavailable", str(COUNT))
     assert status == 0, out
     assert f"{COUNT} nodes stay marked {SCALE_DOWN_DISABLED}" in out
@@ -78,7 +78,7 @@ def test_an_autoscaler_drains_no_used_node_in_any_state(group: Group) -> None:
     _, shown = group.run("status", "--driver", DRIVER)
     assert shown.count("It is never scaled down while it is so") == COUNT
 
-    # Share all: the pods use claims, and the autoscaler judges the nodes by these.
+    # All devices are for claims: pods use claims, and the autoscaler judges the nodes by the claims.
     group.end_pods()
     status, out = group.rollout("--share", "all", "--max-unavailable", str(COUNT), "--take-over")
     assert status == 0, out
@@ -87,7 +87,7 @@ def test_an_autoscaler_drains_no_used_node_in_any_state(group: Group) -> None:
     group.start_pods(BUSY, claims=True)
     assert group.verdicts() == ALL_USED
 
-    # Share none again.
+    # No device is for claims again.
     group.end_pods()
     status, out = group.rollout("--share", "none", "--max-unavailable", str(COUNT), "--take-over")
     assert status == 0, out
@@ -96,13 +96,13 @@ def test_an_autoscaler_drains_no_used_node_in_any_state(group: Group) -> None:
 
 
 def test_what_the_model_warns_of_is_what_one_node_alone_does(group: Group) -> None:
-    """After `migrate` of one node without its group, the model counts the other nodes as unready."""
+    """After `migrate` of only one node of a group, the autoscaler's model counts the group's other nodes as unready."""
     status, out = group.run("migrate", group.nodes[0].name, "--driver", DRIVER, "--share", "1", "--wait")
     assert status == 0, out
     group.until(lambda: group.slices() == {group.nodes[0].name: 1}, "one node has a slice")
     assert group.verdicts() == [Verdict.IDLE, Verdict.UNREADY, Verdict.UNREADY]
     assert not stops(dict(zip([node.name for node in group.nodes], group.verdicts(), strict=True)))
-    # A rollout of the same share marks the nodes.
+    # A rollout of the same share writes annotations that keep the autoscaler from scaling the nodes down.
     status, out = group.rollout("--share", "1", "--max-unavailable", str(COUNT))
     assert status == 0, out
     assert group.verdicts() == ALL_DISABLED
@@ -114,7 +114,7 @@ def test_what_the_model_warns_of_is_what_one_node_alone_does(group: Group) -> No
     ids=["interrupted and undone", "killed and taken over"],
 )
 def test_a_rollout_that_was_ended_on_its_way(group: Group, ended: signal.Signals, next_run: tuple[str, ...]) -> None:
-    """Nodes keep the marks of an ended rollout until another run removes them; an administrator's mark stays."""
+    """Nodes keep an ended rollout's annotations until another run removes them; an administrator's annotation stays."""
     theirs = {SCALE_DOWN_DISABLED: "true"}
     first, *_ = group.nodes
     group.cluster.api.patch("Node", first.name, {"metadata": {"annotations": theirs}})
@@ -132,7 +132,7 @@ def test_a_rollout_that_was_ended_on_its_way(group: Group, ended: signal.Signals
 
 
 def test_agents_that_report_on_slices_are_replaced_one_by_one(cluster: Cluster) -> None:
-    """`status` and `rollout` read the reports of older agents; the older slices and marks end with these agents."""
+    """`status` and `rollout` read older agents' reports; slices and annotations are gone with the last older agent."""
     if cluster.minor < 34:
         pytest.skip("extended resources through DRA came with 1.34")
     everywhere = ("--max-unavailable", str(COUNT), "--take-over")
@@ -143,7 +143,7 @@ def test_agents_that_report_on_slices_are_replaced_one_by_one(cluster: Cluster) 
         names = [node.name for node in group.nodes]
         former = [stack.enter_context(FormerAgent.running(group, node)) for node in others]
         group.start_pods(BUSY)
-        # The reason for the marks: an empty slice hides the use by pods with limits from the autoscaler.
+        # Why nodes need the annotations: an empty slice hides the use by pods with limits from the autoscaler.
         assert group.slices() == {node.name: 0 for node in others}
         assert group.verdicts() == [Verdict.UNREADY, Verdict.IDLE, Verdict.IDLE]
         assert reported(group) == [{"plugin": DEVICES}] * COUNT
@@ -156,7 +156,7 @@ def test_agents_that_report_on_slices_are_replaced_one_by_one(cluster: Cluster) 
         assert group.annotations() == [MARKS] * COUNT
         assert group.verdicts() == ALL_DISABLED
 
-        # At share none the new agent keeps its pool while an older agent has one: no node is idle or unready.
+        # No device is for claims: new agents keep their pools while an older agent has one; no node is idle or unready.
         for node, agent in (*zip(others, former, strict=True), (None, None)):
             status, out = group.rollout("--share", "none", *everywhere)
             assert status == 0, out

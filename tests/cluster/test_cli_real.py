@@ -42,7 +42,7 @@ OTHER = "another-operator"
 
 @pytest.fixture
 def bridge(cluster: Cluster) -> Iterator[Bridge]:
-    """The agent with four devices, all on the plugin side."""
+    """The agent with four devices, none of which is for claims yet."""
     if cluster.minor < 34:
         pytest.skip("extended resources through DRA came with 1.34")
     shutil.rmtree(DEVICES, ignore_errors=True)
@@ -173,7 +173,7 @@ def told(text: str) -> dict[str, Any]:
 
 
 def held_by(pod: Pod) -> str:
-    """Return the id, made from its path, of the device in a pod's container."""
+    """Return the id of the device in a pod's container; the id is made from the device's path."""
     (path,) = (DEVICES / name for name in pod.exec(["ls", str(DEVICES)]).split())
     return device_id(str(path))
 
@@ -181,7 +181,7 @@ def held_by(pod: Pod) -> str:
 def test_migrate_waits_for_holders_there_and_back(
     bridge: Bridge, started: Callable[..., Command], ran: Callable[..., tuple[int, str]]
 ) -> None:
-    """In both directions `migrate --wait` names the holder that it waits for, and exits with 0 once the holder ends."""
+    """To claims and back, `migrate --wait` names the holder that it waits for, and exits with 0 once that has ended."""
     cluster, node = bridge.cluster, bridge.cluster.node_name
     pod = cluster.start_pod("holder", {RESOURCE: 1}).wait_running()
     device = held_by(pod)
@@ -214,7 +214,7 @@ def test_migrate_waits_for_holders_there_and_back(
 
 
 def test_pods_that_a_kubelet_restart_would_end(bridge: Bridge, ran: Callable[..., tuple[int, str]]) -> None:
-    """After a forced share, `status` names a pod that a kubelet restart would end, because an older pod has devices."""
+    """After a forced move, `status` names a pod that a kubelet restart would end, because an older pod has devices."""
     cluster, node = bridge.cluster, bridge.cluster.node_name
     first = cluster.start_pod("first", {RESOURCE: 2}).wait_running()
     waits = cluster.start_pod("waits", {RESOURCE: 3})
@@ -236,7 +236,7 @@ def test_pods_that_a_kubelet_restart_would_end(bridge: Bridge, ran: Callable[...
 
 
 def test_status_says_what_is_true(bridge: Bridge, ran: Callable[..., tuple[int, str]]) -> None:
-    """`status -o json` has each device's side, and the holder of a claimed device, as claims and slices have them."""
+    """`status -o json` has exactly the slices' devices as devices for claims, and names the claim that holds one."""
     cluster, node = bridge.cluster, bridge.cluster.node_name
     status, out = ran("migrate", node, "--driver", DRIVER, "--share", "50%", "--wait", "--timeout", "30")
     assert status == 0, out
@@ -245,7 +245,7 @@ def test_status_says_what_is_true(bridge: Bridge, ran: Callable[..., tuple[int, 
     bridge.claim("mine")
     bridge.pod("user", {"board": "mine"}).wait_running()
     (claimed,) = bridge.allocated("mine")
-    # `status` asks agents that run in pods, which this agent does not: holders on the plugin side are unknown.
+    # `status` asks only agents that run in pods, and this agent is no pod: it does not know which pods hold by limits.
     held: dict[str, str | None] = dict.fromkeys(device_id(str(DEVICES / f"board{number}")) for number in range(COUNT))
     assert held_by(pod) in held
     held[claimed] = "claim default/mine"
@@ -273,7 +273,7 @@ def test_status_says_what_is_true(bridge: Bridge, ran: Callable[..., tuple[int, 
 
 
 def test_rollout_stalls_goes_on_and_is_undone(bridge: Bridge, ran: Callable[..., tuple[int, str]]) -> None:
-    """`rollout` stops at a node that stalls and says why; a second run goes on, and --undo restores the shares."""
+    """`rollout` stops at a node that stalls and says why; a second run goes on, and --undo restores the old share."""
     cluster, node = bridge.cluster, bridge.cluster.node_name
     annotate(cluster, {SHARE: "1"}, {"pool": "boards"})
     pod = cluster.start_pod("holder", {RESOURCE: 1}).wait_running()
@@ -299,7 +299,7 @@ def test_rollout_stalls_goes_on_and_is_undone(bridge: Bridge, ran: Callable[...,
 
 
 def test_a_migration_outlasts_the_node_object(bridge: Bridge, ran: Callable[..., tuple[int, str]]) -> None:
-    """Devices stay on the DRA side while no Node object exists and after its recreation, until a share is requested."""
+    """Devices for claims stay for claims after the Node object's deletion and recreation, until the next `migrate`."""
     cluster, node = bridge.cluster, bridge.cluster.node_name
     move = ("migrate", node, "--driver", DRIVER, "--wait", "--timeout", "60", "--share")
     assert ran(*move, "all")[0] == 0
@@ -364,7 +364,7 @@ def test_another_class_takes_the_extended_resource(bridge: Bridge, ran: Callable
 def test_two_operators_do_not_fight(
     bridge: Bridge, started: Callable[..., Command], ran: Callable[..., tuple[int, str]]
 ) -> None:
-    """One of two contradicting rollouts stops: the second, or the first if the second takes over; --undo works."""
+    """Of two contradicting rollouts the second stops, or with --take-over the first; afterwards --undo works."""
     cluster, node = bridge.cluster, bridge.cluster.node_name
     other = cluster.kubeconfig_for(OTHER)
     annotate(cluster, {SHARE: "1"}, {"pool": "boards"})
@@ -397,7 +397,7 @@ def test_rollout_stops_when_a_pod_fails(
     holder = cluster.start_pod("holder", {RESOURCE: 1}).wait_running()
     rollout = started("rollout", "--driver", DRIVER, "--share", "all", "--selector", "pool=boards")
     bridge.wait_offered(COUNT - 1)  # the Node shows 0 allocatable a second before devices are withdrawn
-    # nodeName bypasses the scheduler, which would not bind the pod: the plugin side has no free device.
+    # nodeName bypasses the scheduler, which would not bind the pod: no device is free for limits.
     cluster.start_pod("hasty", {RESOURCE: 1}, nodeName=node, restartPolicy="Never").wait_phase("Failed")
     assert ended(rollout) == 1, rollout.out
     assert f"stopped: {node}: pod default/hasty has failed (UnexpectedAdmissionError" in rollout.out
@@ -409,7 +409,7 @@ def test_rollout_stops_when_a_pod_fails(
 
 
 def test_status_says_which_move_lets_a_waiting_pod_start(bridge: Bridge, ran: Callable[..., tuple[int, str]]) -> None:
-    """A pod wants three devices and each side has two: `status` prints a `migrate` command after which the pod runs."""
+    """A pod needs three devices by limits, of which two are for claims: a `migrate` command of `status` lets it run."""
     annotate(bridge.cluster, {SHARE: "2"})
     cluster = bridge.cluster
     cluster.wait_for(lambda: cluster.allocatable(RESOURCE) == 2 and len(bridge.offered()) == 2, 30, "two on each side")
@@ -451,7 +451,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 def test_an_operator_changes_nothing_of_a_node_but_shares(cluster: Cluster) -> None:
-    """The policy lets operators patch only their drivers' shares; users with other rights can still patch Nodes."""
+    """The policy lets operators patch only annotations of `dra-bridge` on Nodes; other users' rights stay the same."""
     first, second = Deployment(name="first"), Deployment(name="second")
     other = CONFIG.replace(DRIVER, "other.example.com")
     patcher = {
@@ -513,7 +513,7 @@ def test_an_operator_changes_nothing_of_a_node_but_shares(cluster: Cluster) -> N
         assert answer(unmarked) == ""
         assert "only as a rollout does" in answer({"metadata": {"annotations": {MARK: None}}})
         assert "only as a rollout does" in answer({"metadata": {"annotations": {RECORD: None}}})
-        annotate(cluster, {RECORD: None, POOL: None})  # without the record, the mark is not a rollout's
+        annotate(cluster, {RECORD: None, POOL: None})  # without the annotation RECORD, MARK is not from a rollout
         assert "only as a rollout does" in answer({"metadata": {"annotations": {MARK: None}}})
         assert "only as a rollout does" in answer(marked)
         annotate(cluster, {MARK: None})

@@ -1,4 +1,4 @@
-"""A real API server accepts the output of `dra-bridge convert`, and converted pods get the same as pods with limits."""
+"""A real API server accepts the output of `dra-bridge convert`; converted pods get the devices that limits gave."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_older_versions_are_taken(cluster: Cluster) -> None:
 
 @pytest.fixture
 def bridge(cluster: Cluster) -> Iterator[Bridge]:
-    """An agent whose devices have nodes, variables and mounts, all on the plugin side."""
+    """An agent whose devices have nodes, variables and mounts; none of the devices is for claims yet."""
     if cluster.minor < 34:
         pytest.skip("resource.k8s.io/v1 came with 1.34")
     shutil.rmtree(DEVICES, ignore_errors=True)

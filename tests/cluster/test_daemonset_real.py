@@ -144,7 +144,7 @@ class Deployed(Bridge):
         self.write()
 
     def uninstall(self) -> None:
-        """Delete the DaemonSet; wait until its pods are gone and the node has no allocatable device of it."""
+        """Delete the DaemonSet; wait until its pods are gone and the node has no allocatable device of its resource."""
         for pod in self.pods():
             with contextlib.suppress(ClusterError):  # its container, or the pod, has just been replaced
                 print(f"--- {pod}\n{pod.logs()}")
@@ -157,7 +157,7 @@ class Deployed(Bridge):
         return {name: holder for name, (_, _, holder) in self.sides().items() if holder}
 
     def both_doors(self) -> tuple[Pod, Pod, dict[str, str]]:
-        """Start a pod with a device by limits and a pod with the claim "mine"; return both pods and the holders."""
+        """Start a pod with a device by limits and a pod with the claim "mine"; return the pods and the holders."""
         self.cluster.wait_allocatable(RESOURCE, 2)
         self.wait_offered(2)
         plain = self.cluster.start_pod("plain", {RESOURCE: 1}).wait_running()
@@ -181,13 +181,13 @@ class Deployed(Bridge):
         return done.returncode, done.stdout + done.stderr
 
     def migrate(self, share: str) -> None:
-        """Request a share for claims with `dra-bridge migrate`, and wait until the devices have moved."""
+        """Request with `dra-bridge migrate` how many devices are for claims, and wait until the devices have moved."""
         self.run_cli(
             "migrate", self.cluster.node_name, "--driver", DRIVER, "--share", share, "--wait", "--timeout", "90"
         )
 
     def sides(self) -> dict[str, tuple[str, str, str]]:
-        """Return each device's side, state and holder as `status` prints them."""
+        """Return each device's side (device plugin or DRA), state and holder, as `status` prints them."""
         (found,) = json.loads(self.run_cli("status", "--driver", DRIVER, "-o", "json"))["nodes"]
         devices = [device for resource in found["resources"] for device in resource["devices"]]
         return {one["name"]: (one["side"], one["state"], one["holder"]) for one in devices}
@@ -195,7 +195,7 @@ class Deployed(Bridge):
 
 @contextlib.contextmanager
 def deployment(kind: type[D], node: Cluster, numbers: Sequence[int], **fields: Any) -> Iterator[D]:
-    """The agent's DaemonSet with a device node for each device number in numbers; half of the devices are on each side.
+    """The agent's DaemonSet with a device node for each device number in numbers; half of the devices are for claims.
 
     fields: further fields of the resource in the config file.
     """
@@ -230,7 +230,7 @@ def deployment(kind: type[D], node: Cluster, numbers: Sequence[int], **fields: A
 
 @pytest.fixture
 def deployed(node: Cluster) -> Iterator[Deployed]:
-    """The agent's DaemonSet with four devices, two on each side."""
+    """The agent's DaemonSet with four devices, of which two are for claims."""
     with deployment(Deployed, node, [os.makedev(1, 5)] * COUNT) as made:
         yield made
 
@@ -295,7 +295,7 @@ def tried(agent: Pod, *paths: str | Path) -> dict[str, str]:
 def test_unprivileged_agent_has_what_it_needs_and_no_more(deployed: Deployed) -> None:
     """The agent's container has no capability, and can write only to its own directories and the kubelet's sockets.
 
-    `test_both_doors_of_a_pod` shows that these rights are enough for both sides.
+    `test_both_doors_of_a_pod` shows that these rights are enough to serve pods with limits and pods with claims.
     """
     agent = deployed.agent()
     kubelet = Path("/var/lib/kubelet")
@@ -439,7 +439,7 @@ def test_hooks_write_to_sysfs_only_where_asked_for(deployed: Deployed) -> None:
 
 
 def test_privileged_agent_opens_devices_for_both_sides(node: Cluster) -> None:
-    """With `probe: open` the manifest makes the agent privileged, with the reason; unprivileged, health is unknown."""
+    """With `probe: open` the manifest makes the agent privileged and says why; else the devices' health is unknown."""
     numbers = [os.stat(path).st_rdev for path in ("/dev/fuse", "/dev/loop-control")]
     with deployment(Deployed, node, numbers, health={"probe": "open", "period": 1}) as deployed:
         agent = deployed.agent()
@@ -577,7 +577,7 @@ def test_what_a_move_waits_for_outlasts_the_agent(deployed: Deployed) -> None:
 
 
 def test_the_page_names_pods_after_restarts(deployed: Deployed) -> None:
-    """After restarts of agent and kubelet, the agent's web page names the pods of both sides."""
+    """After restarts of agent and kubelet, the agent's web page names the pod with limits and the pod with a claim."""
     plain, user, _ = deployed.both_doors()
     delete(deployed, deployed.agent())
     deployed.cluster.restart_kubelet()
@@ -610,7 +610,8 @@ def test_changed_config_map_is_taken(deployed: Deployed) -> None:
 def test_driver_is_renamed(node: Cluster, how: str) -> None:
     """After a driver is renamed, a former claim keeps its device until its pod ends; then a new claim gets the device.
 
-    The manifests are applied again, with another image, which replaces the agent's pod (rollout), or without (reload).
+    The manifests are applied again: with another image, which replaces the agent's pod (rollout), or with the former
+    image, so that the running agent reads the changed config file (reload).
     """
     if node.minor < 35:
         pytest.skip("1.34 leaves extended resources to DRA only where the node does not name them at all")
@@ -641,7 +642,7 @@ def test_driver_is_renamed(node: Cluster, how: str) -> None:
             assert held_by(user) == held != held_by(other)
             assert user.restarts() == 0
             hungry.pop().delete()
-            # The former driver's Unprepare is served: the kubelet ends a pod only after Unprepare.
+            # The agent still serves the former driver's Unprepare: the kubelet removes a pod only after Unprepare.
             user.delete()
             user.wait_gone(20)
             (pod,) = hungry
@@ -670,7 +671,7 @@ def update(deployed: Deployed, agent: Pod) -> None:
 
 
 def privilege(deployed: Deployed, agent: Pod) -> None:
-    """Make the agent privileged, and mount the whole of /var/lib/kubelet/plugins, as former manifests did."""
+    """Make the agent privileged, and mount the whole of /var/lib/kubelet/plugins, as older manifests did."""
     deployed.apply("--privileged", "always")
     mount = {"name": "plugins", "mountPath": "/var/lib/kubelet/plugins"}
     volume = {"name": "plugins", "hostPath": {"path": "/var/lib/kubelet/plugins"}}

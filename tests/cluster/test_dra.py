@@ -105,7 +105,7 @@ def test_device_nodes_and_mounts(cluster: Cluster) -> None:
 
 
 def test_one_claim_for_two_pods(bridge: Bridge) -> None:
-    """Two pods share one claim; its device stays prepared until the second one has gone."""
+    """Two pods share one claim; the claim's device stays prepared until the second pod has gone."""
     bridge.claim("shared")
     pods = [bridge.pod(name, {"fpga": "shared"}).wait_running() for name in ("first", "second")]
     assert [env_of(pod)["FPGA_MODE"] for pod in pods] == ["fast", "fast"]
@@ -128,7 +128,7 @@ def waiting(name: str, *claims: dict[str, str]) -> dict[str, Any]:
 
 
 def test_one_claim_for_two_containers(bridge: Bridge) -> None:
-    """Two containers of a pod share one claim's device; a third container without the claim gets nothing."""
+    """Two containers of a pod share one claim's device; a third container without the claim gets no device."""
     bridge.claim("shared")
     containers = [waiting("a", {"name": "c"}), waiting("b", {"name": "c"}), waiting("none")]
     pod = bridge.pod("both", {"c": "shared"}, containers=containers).wait_running()
@@ -245,9 +245,9 @@ def test_shared_by_three_pods(cluster: Cluster) -> None:
 
 
 def test_extended_resource_through_dra(bridge: Bridge) -> None:
-    """An unchanged extended-resource pod runs through DRA while the plugin side offers nothing."""
+    """An unchanged pod with limits gets its devices through DRA while the device plugin offers none."""
     if bridge.cluster.minor < 35:
-        # NodeResourcesFit of 1.34 leaves a resource to DRA only if the node does not list it, that of 1.35 also at 0.
+        # The scheduler of 1.34 leaves a resource to DRA only if the node does not list it, and 1.35 also if it lists 0.
         pytest.skip("the scheduler leaves to DRA what the plugin side offers 0 of since 1.35")
     bridge.cluster.wait_allocatable(RESOURCE, 0)
     pod = bridge.cluster.start_pod("unchanged", {RESOURCE: 2}).wait_running()
@@ -279,7 +279,7 @@ run(Fpga(), share="all")
 def test_extended_resource_through_dra_of_a_source_with_reset(cluster: Cluster) -> None:
     """A pod with limits starts through DRA although the device's source has `reset`, which runs once for each pod.
 
-    The pod's container can also restart while the move of its device to the plugin side waits for the pod's end.
+    The pod's container can also restart while its device waits for the pod's end, to move to the device plugin.
     """
     if cluster.minor < 35:
         pytest.skip("1.34 leaves extended resources to DRA only where the node does not name them at all")
@@ -660,7 +660,7 @@ def test_an_unhealthy_device(cluster: Cluster) -> None:
             for status in pod.status["containerStatuses"]:
                 for entry in status.get("allocatedResourcesStatus") or ():
                     for one in entry.get("resources") or ():
-                        if claim["metadata"]["uid"] in one["resourceID"]:  # the CDI device of its request
+                        if claim["metadata"]["uid"] in one["resourceID"]:  # the CDI device's name
                             return str(one["health"]), str(one.get("message", ""))
             return "", ""
 
@@ -714,7 +714,7 @@ def test_two_drivers(cluster: Cluster) -> None:
 
 
 def test_speed_and_memory(cluster: Cluster) -> None:
-    """During forty claims the agent's memory grows by less than 10 %; it and the kubelet's call times are printed."""
+    """From ten to forty claims the agent's memory grows by less than 10 %; memory and duration of calls are printed."""
     # Compile the modules first, as the image does: to compile them at the agent's start costs 4 MB that stay in use.
     for directory in (ROOT / "deviceplugin", ROOT / "dra_bridge", Path(sysconfig.get_path("purelib"))):
         compileall.compile_dir(directory, quiet=2)
@@ -832,7 +832,7 @@ def test_steady_state(bridge: Bridge) -> None:
 
 
 def test_plugin_only(cluster: Cluster) -> None:
-    """`deviceplugin run` with the same file serves the plugin side alone, and loads no API client.
+    """`deviceplugin run` with the config of `dra-bridge run` serves only pods with limits, and loads no API client.
 
     Although no bridge runs, no pod gets the device that a running container holds by a claim.
     """
@@ -868,7 +868,7 @@ def test_plugin_only(cluster: Cluster) -> None:
 
 
 def test_extended_and_claims_agree(bridge: Bridge) -> None:
-    """After all devices move to the plugin side, a pod gets the environment variable that pods with claims get."""
+    """After all devices moved to the device plugin, a pod with limits gets the same variable as pods with claims."""
     bridge.share("none")
     bridge.cluster.wait_allocatable(RESOURCE, 4)
     assert seconds_until(bridge.cluster, lambda: not bridge.offered(), 30, "nothing is offered to claims") < 30

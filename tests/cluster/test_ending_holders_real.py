@@ -66,7 +66,7 @@ class Replaced(Scene):
         return locks.holders()[0]
 
     def handed_over(self, end: Callable[[Pod], object], limit: float = SOON) -> float:
-        """End the pod that holds the device; return the seconds from its last process's end to the next pod's hold."""
+        """End the pod that has the device; return the seconds from its processes' end until the next pod has it."""
         before = self.holder()
         got = {note.uid for note in locks.notes() if note.what == "got"}
         end(self.cluster.pod(before.pod))
@@ -112,7 +112,7 @@ def test_a_deployments_pods_by_claim_are_deleted_by_force(
 def test_a_deployments_pods_by_limits_are_deleted_by_force(
     scene: Replaced, record_property: Record, *, ignores_term: bool
 ) -> None:
-    """After a Deployment's pod with limits is deleted by force, its next pod gets the device soon; other pods start."""
+    """A Deployment's next pod gets the device soon after its pod with limits is deleted by force; other pods start."""
     scene.begin(a=(1, "none"))
     grace = {"terminationGracePeriodSeconds": 15} if ignores_term else {}
     scene.deploy(plain("pod", "a", ignores_term=ignores_term, **grace))

@@ -48,7 +48,7 @@ def test_example_runs(cluster: Cluster, example: Path) -> None:
 
 
 def test_half_of_the_devices_each(cluster: Cluster) -> None:
-    """The example's share of 50% gives four devices to each side."""
+    """With `share: 50%` in the example, four devices are for limits and four for claims."""
     with Bridge.running(cluster, resources("50%")) as bridge:
         bridge.wait_offered(4)
         cluster.wait_allocatable("example.com/fpga", 4)

@@ -79,7 +79,7 @@ class Vendor:
         self.answer = how
         self.resources = [{"name": named(letter), "devices": dict.fromkeys(ids, "Healthy"), "answer": how}]
         self.directory: Path | None = None
-        """The directory in which the plugin registers; None for the kubelet's."""
+        """The directory in which the plugin registers; None for the kubelet's own directory."""
         self.quirks: dict[str, Any] = {}
         self.process: subprocess.Popen[bytes] | None = None
         scene.stack.callback(self.stop, signal.SIGKILL)
@@ -99,7 +99,7 @@ class Vendor:
             process.wait(20)
 
     def move(self, directory: Path | None) -> None:
-        """Restart the plugin so that it registers in another directory; None for the kubelet's."""
+        """Restart the plugin so that it registers in another directory; None for the kubelet's own directory."""
         self.stop()
         self.directory = directory
         self.start()
@@ -125,10 +125,10 @@ def restart_container(scene: Scene, pod: Pod) -> None:
 
 @pytest.mark.parametrize("answer", ["nodes", "variables"])
 def test_another_plugin_is_replaced(scene: Scene, answer: str) -> None:
-    """If name and ids stay the same, pods of the former plugin run on, and no other pod gets their devices.
+    """If resource name and device ids stay the same, the former plugin's pods run on, and keep their devices.
 
-    This holds for each kind of the former plugin's response (answer), because the kubelet's checkpoint has the ids. It
-    holds through restarts of agent, kubelet and container, and through the move to claims.
+    No other pod gets these devices, for each kind of the former plugin's response (answer), because the kubelet's
+    checkpoint has the ids. Agent, kubelet and container restart, and the devices move to claims.
     """
     cluster = scene.cluster
     scene.nodes("a", 4)
@@ -164,7 +164,7 @@ def test_another_plugin_is_replaced(scene: Scene, answer: str) -> None:
 
 
 def held_from_another_plugin(scene: Scene, gives: str) -> Pod:
-    """Serve three devices; a pod has one of them from a stopped plugin, under another id. Return the pod."""
+    """Let another plugin give a pod a device under another id, stop it, and serve three devices. Return the pod."""
     scene.nodes("a", 3)
     vendor = Vendor(scene, "a", gives, prefix="gadget-")
     vendor.start()
@@ -179,7 +179,7 @@ def held_from_another_plugin(scene: Scene, gives: str) -> Pod:
 
 @pytest.mark.parametrize("answer", ["nodes", "cdi"])
 def test_another_plugin_had_other_ids(scene: Scene, answer: str) -> None:
-    """If the ids change, the agent finds the devices of the former plugin's pods by their device nodes or CDI names."""
+    """If device ids change, the agent finds the devices of the former plugin's pods by device nodes or CDI names."""
     cluster = scene.cluster
     held = held_from_another_plugin(scene, answer)
     cluster.wait_allocatable(named("a"), 2)
@@ -195,9 +195,9 @@ def test_another_plugin_had_other_ids(scene: Scene, answer: str) -> None:
 
 
 def test_another_plugin_had_other_ids_and_gave_no_nodes(scene: Scene) -> None:
-    """If the ids change, no pod gets a device while a pod of the former plugin has devices that cannot be identified.
+    """If device ids change, no pod gets a device while a former plugin's pod has devices that cannot be identified.
 
-    The former plugin gave them by variables and mounts, which name no device node.
+    The former plugin gave these devices by variables and mounts, which name no device node.
     """
     cluster = scene.cluster
     held = held_from_another_plugin(scene, "variables")
@@ -316,7 +316,7 @@ class OtherDriver(BareDriver):
 
 
 def test_to_another_vendors_driver(scene: Scene) -> None:
-    """Pods' claims accept both drivers' classes: after our agents are removed, the other driver serves new pods."""
+    """Claims accept the classes of two drivers: after this project's agents are removed, another driver serves pods."""
     cluster = scene.cluster
     if cluster.minor < 34:
         pytest.skip("a prioritized list came with 1.34")
@@ -332,7 +332,7 @@ def test_to_another_vendors_driver(scene: Scene) -> None:
     scene.before = len(locks.holders())
     scene.share(a="none")
     scene.wait_states("a", to_plugin=2)
-    for pod in pods:  # as a rolling update does
+    for pod in pods:  # one after the other, as a rolling update does
         pod.delete()
         pod.wait_gone()
     scene.wait_states("a", plugin=2)
@@ -346,7 +346,7 @@ def test_to_another_vendors_driver(scene: Scene) -> None:
         scene.running(*pods)
         scene.after = len(locks.holders())
     finally:
-        for pod in cluster.pods("default"):  # while their driver runs
+        for pod in cluster.pods("default"):  # the pods end while their driver still runs
             pod.delete()
         for pod in cluster.pods("default"):
             pod.wait_gone()

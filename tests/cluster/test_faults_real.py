@@ -1,7 +1,8 @@
-"""No device has two holders when components die or hang, shares flap, devices are plugged, or names are unusual.
+"""No device has two holders when components die or hang, shares change often, devices are plugged, or names are odd.
 
-The scenes are those of ``tests.cluster.test_witnesses_real``; ``tests.cluster.locks`` notices overlaps. With
-CLUSTER_LONG in the environment the scenarios last longer.
+A share is the number of a resource's devices for claims. The fixture `scene` is that of
+``tests.cluster.test_witnesses_real``; ``tests.cluster.locks`` notices two holders of one device. With CLUSTER_LONG in
+the environment the scenarios last longer.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ ODD_NAMES = (
 
 
 def test_components_are_killed_at_many_points(scene: Scene) -> None:
-    """Agent, kubelet and containerd are killed while devices move and pods churn: no device has two holders.
+    """Agent, kubelet and containerd are killed while devices move and pods come and go: no device has two holders.
 
-    In the end pods of both kinds get devices again.
+    In the end pods with limits and pods with claims get devices again.
     """
     cluster, chance = scene.cluster, random.Random(11)
     pods = [pod for kind in scene.both() for pod in kind]
@@ -74,7 +75,7 @@ def test_components_are_killed_at_many_points(scene: Scene) -> None:
 
 
 def test_containerd_is_killed(scene: Scene) -> None:
-    """While containerd is dead, devices stay with their containers; they move once the containers have ended."""
+    """While containerd is dead, devices stay with their containers; the devices move once the containers have ended."""
     plains, claimers = scene.both()
     ending = [plains[0], claimers[0]]
     scene.cluster.kill("containerd")
@@ -104,7 +105,7 @@ def test_agent_hangs(scene: Scene) -> None:
 
 
 def test_agents_overlap(scene: Scene) -> None:
-    """A second agent stands by; when the first agent ends, the second takes over the held devices and their moves."""
+    """A second agent waits; when the first agent ends, the second knows the held devices and finishes their moves."""
     plains, claimers = scene.both()
     for end in ("killed", "terminated") if LONG else ("killed",):
         scene.agents.start_another()
@@ -122,7 +123,7 @@ def test_agents_overlap(scene: Scene) -> None:
 
 
 def test_share_flaps(scene: Scene) -> None:
-    """Shares that change twice a second give away no held device; the devices follow the last share."""
+    """No held device gets another holder while the share (devices for claims) changes often; the last share counts."""
     plains, claimers = scene.both()
 
     def annotate(letter: str, share: str | None) -> None:
@@ -146,7 +147,7 @@ def test_share_flaps(scene: Scene) -> None:
 
 
 def test_hot_plug(scene: Scene) -> None:
-    """Devices that are unplugged and plugged in again stay with their holders, also while they move."""
+    """Held devices that are unplugged and plugged in again stay with their holders, also if they are to move."""
     plains, claimers = scene.both()
     numbers = {path: path.stat().st_rdev for letter in "ab" for path in sorted((locks.NODES / letter).iterdir())}
 
@@ -214,7 +215,7 @@ def test_admin_access_holds_nothing(scene: Scene) -> None:
     cluster.allow_admin_access()
     user = scene.claimed("b")
     scene.agents.claim("admin", scene.agents.one(allocationMode="All", adminAccess=True))
-    admin = scene.agents.pod("admin", {"device": "admin"}).wait_running()  # it takes no lock
+    admin = scene.agents.pod("admin", {"device": "admin"}).wait_running()  # this pod takes no lock
     scene.share(b="none")
     scene.wait_states("b", to_plugin=1)
     scene.wait(plain("wants-b", "b"))
@@ -227,7 +228,7 @@ def test_admin_access_holds_nothing(scene: Scene) -> None:
 
 
 def many(scene: Scene, devices: int, each: int) -> None:
-    """A pod and a claim get `each` devices of `devices`; all others move, and the pod's devices when it ends."""
+    """A pod and a claim get `each` devices; the idle ones of `devices` move to claims, the pod's when the pod ends."""
     cluster, half = scene.cluster, devices // 2
     scene.serve(resource("a", half))
     cluster.wait_allocatable(named("a"), devices - half)
@@ -257,7 +258,7 @@ def test_odd_names(scene: Scene) -> None:
 
 
 def test_three_hundred_devices(scene: Scene) -> None:
-    """Of 300 devices a pod and a claim hold 24 each; all others move, and the pod's devices move when it ends."""
+    """Of 300 devices a pod and a claim hold 24 each; the others move to claims, and the pod's devices when it ends."""
     for minor in range(1, 301):
         locks.make_node(locks.NODES / "a" / f"a{minor}", minor)
     many(scene, 300, 24)

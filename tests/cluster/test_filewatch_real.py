@@ -44,7 +44,7 @@ class WithoutWatches(WithoutInstances):
 
 @pytest.mark.parametrize("kind", [WithoutInstances, pytest.param(WithoutWatches, marks=long)])
 def test_nothing_can_be_watched(scene: Scene, kind: type[WithoutInstances]) -> None:
-    """Without file events, devices are allocated on both sides and move, also after a kubelet restart.
+    """Without file events, pods get devices by limits and by claims, and devices move, also after a kubelet restart.
 
     The agent logs why it reads the files periodically.
     """

@@ -56,7 +56,7 @@ def healthy() -> list[str]:
 
 @contextlib.contextmanager
 def other_plugin(*ids: str, nodes: tuple[Path, ...] = ()) -> Iterator[BarePlugin]:
-    """Register another plugin, which gives these nodes; at the end its socket and streams end at once."""
+    """Register another plugin, which gives these nodes to containers; at the end its socket and streams end at once."""
     plugin = BarePlugin(DEVICE_PLUGINS, *ids, resource=named("a"), endpoint="vendor.sock")
     one = pb.ContainerAllocateResponse(
         devices=[pb.DeviceSpec(container_path=str(node), host_path=str(node), permissions="rw") for node in nodes]
@@ -70,7 +70,7 @@ def other_plugin(*ids: str, nodes: tuple[Path, ...] = ()) -> Iterator[BarePlugin
 
 
 def serve(scene: Scene, devices: int) -> None:
-    """Serve this many devices on the plugin side, and wait until the agent is ready."""
+    """Serve this many devices, all of them for limits, and wait until the agent is ready."""
     scene.begin(a=(devices, "none"))
     scene.cluster.wait_for(lambda: not scene.agents.lacks(), 30, "the agent is ready")
 
@@ -126,7 +126,7 @@ def test_the_kubelet_hangs_when_it_is_noticed(scene: Scene) -> None:
         finally:
             os.kill(kubelet, signal.SIGCONT)
     cluster.wait_for(lambda: not scene.agents.lacks(), 60, "the agent is ready")
-    cluster.wait_for(lambda: metric(scene, "registered") == 1, 10, "its metric says so")  # pages live for 0.5 s
+    cluster.wait_for(lambda: metric(scene, "registered") == 1, 10, "its metric says so")  # a page is cached for 0.5 s
     cluster.wait_reported()
     cluster.wait_allocatable(named("a"), 2)
     scene.running(scene.pod("after", "a"))
@@ -148,8 +148,8 @@ def test_what_it_gave_while_no_agent_ran(scene: Scene, side: str) -> None:
     scene.running(holder)
     (path,) = [path for path in (locks.NODES / "a").iterdir() if locks.key_of(path) == scene.key(holder)]
     scene.agents.kill()
-    cluster.wait_allocatable(named("a"), 0)  # else the kubelet, on noticing the end, drops the other plugin
-    with other_plugin("theirs-0", "theirs-1", nodes=(path,)) as plugin:  # two, as the scheduler counts our pod, too
+    cluster.wait_allocatable(named("a"), 0)  # otherwise the kubelet would drop the other plugin for the agent's end
+    with other_plugin("theirs-0", "theirs-1", nodes=(path,)) as plugin:  # two ids: the scheduler also counts `holder`
         cluster.wait_allocatable(named("a"), 2)
         taker = Pod(cluster, cluster.api.create(locks.pod("theirs", sleeper())))
         taker.wait_running()

@@ -87,7 +87,7 @@ def status(bridge: Bridge) -> dict[str, Any]:
 
 
 def overcome(bridge: Bridge) -> dict[str, float]:
-    """Return the number of foreign writes that the agent has undone, by kind, from its metrics."""
+    """Return the number of other clients' writes that the agent has undone, by kind, from the agent's metrics."""
     found = {}
     for line in get("/metrics").splitlines():
         if line.startswith("deviceplugin_slice_foreign_writes_total{"):
@@ -103,7 +103,7 @@ def events(bridge: Bridge) -> list[str]:
 
 
 def healed(bridge: Bridge, *, counted: dict[str, float] | None) -> None:
-    """Wait until the pool has only the agent's slice; then check that a claim gets a device, and that devices move."""
+    """Wait until the pool has only the agent's slice; then check that a claim gets a device and that devices move."""
     cluster, name = bridge.cluster, slice_name(bridge.cluster.node_name, DRIVER, 0)
 
     def alone() -> bool:
@@ -204,7 +204,7 @@ def test_the_name_is_taken(bridge: Bridge) -> None:
 
 
 def test_a_claim_for_a_device_that_does_not_exist(bridge: Bridge) -> None:
-    """A claim for a device that only a foreign slice has fails with an Event that names it; later claims are served."""
+    """A claim for a device that only a foreign slice has fails; an Event names the device. Later claims are served."""
     cluster = bridge.cluster
     with stopped(bridge):
         cluster.api.create(foreign(bridge, generation=MOST))
@@ -241,7 +241,7 @@ def stopped(bridge: Bridge) -> Iterator[None]:
 
 
 def test_a_device_of_a_slice_of_others_does_not_return(bridge: Bridge) -> None:
-    """While a foreign slice offers a device, the device does not return to the plugin side; afterwards it does."""
+    """While a foreign slice has a device, the device does not move back to the device plugin; afterwards it does."""
     cluster = bridge.cluster
     body = foreign(bridge, generation=MOST, device="sim-1")
     body["metadata"]["finalizers"] = ["example.com/stays"]

@@ -1,4 +1,4 @@
-"""Handover on the real node: devices move between the sides while pods of both kinds come and go.
+"""Devices move between device plugin and DRA on the real node while pods with limits and with claims come and go.
 
 Each container writes into files which device it holds and when, by the clock that all containers share (/proc/uptime).
 The tests check that no two containers held one device at the same time. The environment variable CHURN_SECONDS is the
@@ -59,7 +59,7 @@ def card(share: str | int = "none") -> dict[str, Any]:
 
 @contextlib.contextmanager
 def serving_cards(cluster: Cluster, share: str = "none", **options: Any) -> Iterator[Bridge]:
-    """Run the agent with eight devices, at first all on the plugin side. options: those of `Bridge.running`."""
+    """Run the agent with eight devices, none of which is for claims yet. options: those of `Bridge.running`."""
     for directory in (DEVICES, NOTES):
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir(parents=True)
@@ -116,7 +116,7 @@ def deployment(name: str, replicas: int, container: Mapping[str, Any], **spec: A
 
 
 def annotate(cluster: Cluster, share: str | None) -> None:
-    """Request a share as `dra-bridge migrate` does; None removes the request."""
+    """Request a share (devices for claims) as `dra-bridge migrate` does; None removes the request."""
     path = f"/api/v1/nodes/{cluster.node_name}"
     body = {"metadata": {"annotations": {f"{DRIVER}/dra-share": share}}}
     cluster.api.request("PATCH", path, body, content_type="application/merge-patch+json")
@@ -130,7 +130,7 @@ def states(bridge: Bridge) -> Counter[str]:
 
 @dataclass
 class Holding:
-    """A device that a container held at least from begin to end (seconds of uptime), by the container's files."""
+    """A device that a container held at least from begin to end (seconds of uptime), as the container's file says."""
 
     container: str
     device: str
@@ -218,7 +218,7 @@ class Churn:
 
 
 def start_churn(bridge: Bridge, replicas: int = 6) -> None:
-    """Start pods of both kinds, more of them than there are devices."""
+    """Start this number (`replicas`) of pods with limits, and as many pods with claims."""
     bridge.template("cards")
     claims = {"resourceClaims": [{"name": "card", "resourceClaimTemplateName": "cards"}]}
     bridge.cluster.api.apply(
@@ -235,17 +235,17 @@ def stop_churn(bridge: Bridge, *names: str) -> None:
 
 
 def at_rest(bridge: Bridge, dra: int) -> bool:
-    """Return whether all moves are done and dra devices are on the DRA side, the others on the plugin side."""
+    """Return whether all moves are done. dra: the number of devices for claims then; the others are for limits."""
     return states(bridge) == Counter({side: n for side, n in (("dra", dra), ("plugin", 8 - dra)) if n})
 
 
 def wait_at_rest(bridge: Bridge, dra: int, timeout: float = 30.0) -> float:
-    """Wait until all moves are done with dra devices on the DRA side; return the seconds that this took."""
+    """Wait until all moves are done; return the seconds that this took. dra: the number of devices for claims then."""
     return seconds_until(bridge.cluster, lambda: at_rest(bridge, dra), timeout, f"{dra} devices are on the DRA side")
 
 
 def test_idle_devices_move_fast(bridge: Bridge) -> None:
-    """One or all idle devices move to either side within 30 s. The times are printed."""
+    """One or all idle devices move to claims, or back to limits, within 30 s. The times are printed."""
     cluster = bridge.cluster
     figures = []
     for share, dra in (("1", 1), ("all", 8), ("7", 7), ("none", 0)):
@@ -258,7 +258,7 @@ def test_idle_devices_move_fast(bridge: Bridge) -> None:
 
 
 def test_a_held_device_moves_with_its_holder(bridge: Bridge) -> None:
-    """A pod's device is withdrawn at once and moves when the pod ends; a claim's device moves back in the same way."""
+    """A held device that is to move is offered to no new pod, and moves when its holder, a pod or a claim, ends."""
     cluster = bridge.cluster
     pod = cluster.start_pod("holder", {RESOURCE: 1}).wait_running()
     annotate(cluster, "all")
@@ -281,7 +281,7 @@ def test_a_held_device_moves_with_its_holder(bridge: Bridge) -> None:
 
 
 def test_devices_return_when_unchanged_pods_have_ended(bridge: Bridge) -> None:
-    """While DRA serves a pod with limits, no device moves back to the plugin side; after its end all devices do."""
+    """While DRA serves a pod with limits, no device moves back to the device plugin; all do after the pod's end."""
     cluster = bridge.cluster
     if cluster.minor < 35:
         pytest.skip("1.34 leaves extended resources to DRA only where the node does not name them at all")
@@ -302,7 +302,7 @@ def test_devices_return_when_unchanged_pods_have_ended(bridge: Bridge) -> None:
 
 @pytest.mark.lengthy
 def test_a_claim_gets_its_device_under_churn_by_limits(bridge: Bridge) -> None:
-    """Pods with limits wait for each free device under churn: a pod with a claim of a held device still gets it."""
+    """Pods with limits come and go, and wait for each free device: a claim that has a held device still gets it."""
     cluster = bridge.cluster
     cluster.api.apply(deployment("plain", 11, worker(limits={RESOURCE: "1"})))
     cluster.wait_for(lambda: len({one.device for one in holdings()}) == 8, 60, "pods have all devices")
@@ -328,12 +328,12 @@ def test_a_claim_gets_its_device_under_churn_by_limits(bridge: Bridge) -> None:
 
 @pytest.mark.lengthy
 def test_no_pod_fails_where_there_is_room(bridge: Bridge) -> None:
-    """No pod fails while devices move under churn, if each side keeps enough devices for its pods."""
+    """No pod fails while devices move, if enough devices stay for the pods with limits and for the pods with claims."""
     start_churn(bridge, replicas=2)
     annotate(bridge.cluster, "2")
     wait_at_rest(bridge, 2)
     moves = []
-    # Two pods run and at most two more are terminating: the plugin side keeps at least five devices for them.
+    # Two pods with limits run and at most two more are terminating; at least five devices stay for pods with limits.
     with Churn(bridge.cluster, every=1.5, ending=2) as churn:
         for dra in (3, 1, 2, 3, 1, 2):
             annotate(bridge.cluster, str(dra))
@@ -358,7 +358,7 @@ LATE = ("UnexpectedAdmissionError:", f"OutOf{RESOURCE}:")
 
 @pytest.mark.lengthy
 def test_no_device_ever_has_two_holders(bridge: Bridge) -> None:
-    """No device has two holders while pods churn and devices move, also through restarts, kills and an API outage."""
+    """No device has two holders while devices move and pods come and go, with restarts, kills and an API outage."""
     cluster = bridge.cluster
     start_churn(bridge)
     phase = CHURN_SECONDS / 5
@@ -422,13 +422,13 @@ def test_no_device_ever_has_two_holders(bridge: Bridge) -> None:
 
 
 def moves_while_pods_wait(bridge: Bridge, changes: int) -> tuple[Churn, list[Holding]]:
-    """Change the share this many times while pods of each kind wait; return the churn and the devices' holders."""
+    """Change the number of devices for claims `changes` times while pods wait; return the churn and the holdings."""
     start_churn(bridge, replicas=13)
     chance = random.Random(11)
     with Churn(bridge.cluster, every=0.8) as churn:
         for _ in range(changes):
             annotate(bridge.cluster, str(chance.choice((1, 2, 3, 5, 6, 7))))
-            churn.over.wait(chance.uniform(8, 10))  # the administrator's own pace
+            churn.over.wait(chance.uniform(8, 10))  # the pause between two changes by an administrator
             assert not overlaps(holdings())
     stop_churn(bridge)
     return churn, holdings()
@@ -441,9 +441,10 @@ AS_BY_DEFAULT = {"nodeStatusUpdateFrequency": "10s", "syncFrequency": "1m"}
 @pytest.mark.lengthy
 @pytest.mark.parametrize("may_write", [False, True], ids=["kubelet-reports", "agent-reports"])
 def test_no_waiting_pod_fails_when_devices_move(make_cluster: Callable[..., Cluster], may_write: bool) -> None:
-    """While pods wait, at most 0.1 pods fail for each share change if the agent may write the Node's status.
+    """While pods wait, at most 0.1 pods fail per `migrate` of the node if the agent may write the Node's status.
 
-    With CLUSTER_LONG there are twice as many changes: 20 with this right, 6 without.
+    Each `migrate` changes the number of devices for claims. With CLUSTER_LONG there are 20 changes with this right and
+    6 without it, otherwise half as many.
     """
     cluster = make_cluster(kubelet_config=AS_BY_DEFAULT)
     with serving_cards(cluster, node_status=may_write) as bridge:
@@ -464,7 +465,7 @@ def test_no_waiting_pod_fails_when_devices_move(make_cluster: Callable[..., Clus
 
 
 def test_waiting_pods_start_when_devices_come_back(make_cluster: Callable[..., Cluster]) -> None:
-    """Devices return to the plugin side: waiting pods run before the kubelet's next report. The times are printed."""
+    """When devices move back to limits, waiting pods run before the kubelet's next report. The times are printed."""
     cluster = make_cluster(kubelet_config={"nodeStatusUpdateFrequency": "20s"})
     with serving_cards(cluster) as bridge:
         annotate(cluster, "6")

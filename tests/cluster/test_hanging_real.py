@@ -1,4 +1,4 @@
-"""A file system of a real node hangs, below device paths, sysfs, CDI specs or the ledger: other pods still start.
+"""A file system of a real node hangs, with device paths, sysfs, CDI specs or the ledger: other pods still start.
 
 `tests.cluster.hanging` is the file system. The kubelet allocates for one pod at a time, so an Allocate call that hangs
 would keep all other pods Pending, also pods without devices.
@@ -44,7 +44,7 @@ def get(path: str) -> str:
 
 
 def simulated(name: str, letter: str, count: int = 4, share: int = 2) -> dict[str, Any]:
-    """Return a resource with simulated devices; share of them are for claims."""
+    """Return a resource with simulated devices. share: the number of devices for claims."""
     devices = [{"simulated": {"count": count}}]
     return {"name": name, "driver": f"{letter}.example.net", "devices": devices, "dra": {"share": share}}
 
@@ -64,7 +64,7 @@ def hanging(files: contextlib.ExitStack, point: Path) -> HangingFileSystem:
 
 
 def others_go_on(bridge: Bridge, *, claims: bool = True) -> None:
-    """Check that pods without devices, with QUICK by limits and by a claim start, and that the agent serves metrics."""
+    """Check that pods start without a device, and with a device of QUICK by limits and by claim; check the metrics."""
     cluster = bridge.cluster
     pods: list[Pod] = [cluster.start_pod("plain"), cluster.start_pod("quick", {QUICK: 1})]
     if claims:
@@ -152,7 +152,7 @@ run(Quick(4), Card(PciConfig(), sysfs_root={sys!r}, dev={dev!r}, rescan=1.0), sh
 
 
 def test_sysfs_hangs(cluster: Cluster, files: contextlib.ExitStack) -> None:
-    """While sysfs hangs, its devices are unhealthy and other pods start; afterwards a pod gets a device again."""
+    """While sysfs hangs, its devices are not allocatable, and other pods start; then a pod gets a device again."""
     system = hanging(files, isolate.DEVICES / "sysfs")
     tree = Tree(system.point)
     for number in range(4):
@@ -221,7 +221,7 @@ def test_the_ledgers_directory_hangs(cluster: Cluster, files: contextlib.ExitSta
         end(first, plain)
 
         def runs() -> bool:
-            """Return whether a pod gets both devices: a late record ends once checkpoints lack its allocation."""
+            """Return whether a pod gets both devices. A refused pod's record ends once checkpoints lack the pod."""
             pod = cluster.start_pod("next", {QUICK: 2})
             try:
                 pod.wait_running(LIMIT)

@@ -1,7 +1,7 @@
-"""Sticks of claims come back with device numbers that other holders' containers can still open, on a real node.
+"""USB sticks of claims return with device numbers that other holders' containers can still open, on a real node.
 
-The agent writes device numbers into the CDI files of claims. A file must not keep a number that the claim's stick no
-longer has, and must not get a number that the container of another holder can still open.
+The agent writes device numbers into the CDI files of claims. A file must not keep a number that the claim's USB stick
+no longer has, and must not get a number that the container of another holder can still open.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ CREATED = "unresolvable CDI devices"
 
 
 def two(scene: Scene, sticks: Sticks, other: str) -> tuple[Pod, Pod]:
-    """Run a pod with stick B at minor number 2 and a pod with a claim of stick A at 1; return both pods.
+    """Run a pod with USB stick B (minor number 2) and a pod with a claim of stick A (minor number 1); return both pods.
 
-    other: the first pod has its stick by limits or by a claim.
+    other: whether the first pod has its stick by limits or by a claim.
     """
     sticks.plug("A", 1)
     sticks.plug("B", 2)
@@ -56,7 +56,7 @@ def key(minor: int) -> str:
 
 
 def until_held(scene: Scene, wanted: Mapping[Pod, int], limit: float = 120) -> None:
-    """Wait until each pod holds the stick with its minor number, and no pod holds another."""
+    """Wait until each pod holds the USB stick with its minor number in `wanted`, and no pod holds another stick."""
 
     def held() -> bool:
         scene.check()
@@ -80,7 +80,7 @@ def waits(scene: Scene, pod: Pod) -> None:
 def test_a_claims_stick_comes_to_a_number_that_another_container_reaches(
     scene: Scene, sticks: Sticks, other: str
 ) -> None:
-    """A claim's stick gets a number that another container can open: the claim's container waits for that one's end."""
+    """A claim's USB stick gets a number that another container can open: the claim's container waits for its end."""
     another, user = two(scene, sticks, other)
     sticks.pull("B")
     scene.observe(1)
@@ -101,9 +101,10 @@ def test_a_claims_stick_comes_to_a_number_that_another_container_reaches(
 @pytest.mark.parametrize("first", ["user", "other", "both"])
 @pytest.mark.parametrize("other", ["limits", "claim"])
 def test_the_stick_of_a_claim_swaps_its_number(scene: Scene, sticks: Sticks, other: str, first: str) -> None:
-    """Sticks of a claim and of another pod swap: a killed container starts only after the other container is killed.
+    """The USB sticks of a claim and of another pod swap device numbers, and the containers are killed.
 
-    first: the pod whose container is killed first. In the end each container has its own stick.
+    A killed container starts only after the other container was killed. In the end each container has its own stick.
+    first: the pod whose container is killed first, or both.
     """
     another, user = two(scene, sticks, other)
     swap(sticks)
@@ -132,7 +133,7 @@ def kill_sandbox(pod: Pod) -> None:
 
 @pytest.mark.parametrize("what", ["agent", "kubelet", "sandbox"])
 def test_what_runs_a_claims_container_is_killed_while_sticks_swap(scene: Scene, sticks: Sticks, what: str) -> None:
-    """Sticks swap while agent, kubelet or sandboxes are killed five times: in the end each pod has its own stick."""
+    """USB sticks swap numbers while agent, kubelet or sandboxes are killed: in the end each pod has its own stick."""
     another, user = two(scene, sticks, "claim")
     chance = random.Random(what)
     swap(sticks)
@@ -153,7 +154,7 @@ def test_what_runs_a_claims_container_is_killed_while_sticks_swap(scene: Scene, 
 
 
 def test_three_sticks_change_places(scene: Scene, sticks: Sticks) -> None:
-    """Three held sticks exchange their numbers in a circle: each restarted container gets its own stick."""
+    """Three held USB sticks exchange their numbers in a circle: each restarted container gets its own stick."""
     for minor, serial in enumerate("ABC", 1):
         sticks.plug(serial, minor)
     shares = {"a": "all", "b": "all", "c": "none"}
@@ -193,9 +194,9 @@ def crashing(name: str, letter: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", [with_init, crashing], ids=["init", "crashing"])
 def test_sticks_swap_of_pods_with_other_containers(scene: Scene, sticks: Sticks, kind: Any) -> None:
-    """After a swap of two sticks, each pod gets its own stick again.
+    """After two USB sticks have swapped their device numbers, each pod gets its own stick again.
 
-    init: the pods have init containers. crashing: their containers crash again and again.
+    init: the pods have init containers. crashing: the pods' containers end by themselves again and again.
     """
     sticks.plug("A", 1)
     sticks.plug("B", 2)
@@ -214,7 +215,7 @@ def test_sticks_swap_of_pods_with_other_containers(scene: Scene, sticks: Sticks,
 
 
 def until_own(scene: Scene, wanted: Mapping[Pod, int]) -> None:
-    """Wait until each pod has noted its minor number after this call's begin, without an overlap of holders."""
+    """Wait until each pod has noted, since this call's begin, a lock on its minor number; no stick has two holders."""
     seen: set[str] = set()
     begun = len(locks.notes())
 

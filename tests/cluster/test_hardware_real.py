@@ -41,7 +41,7 @@ class Sticks:
             (locks.NODES / links).mkdir()
 
     def plug(self, serial: str, minor: int, port: str = "", links: Collection[str] = ("by-id", "by-path")) -> str:
-        """Plug a stick into a port (by default a port for this stick only); return the key of its node's lock."""
+        """Plug a stick into a port (by default a port of its own); return the key of its device node's lock."""
         port = port or f"port-{serial}"
         usb = SYSFS / "pci0000:00/0000:00:14.0/usb1" / port
         interface = usb / f"{port}:1.0" / f"ttyUSB{minor}" / "tty" / f"ttyUSB{minor}"
@@ -62,7 +62,7 @@ class Sticks:
         (locks.NODES / links / (serial if links == "by-id" else port)).symlink_to(f"../ttyUSB{minor}")
 
     def of(self, key: str) -> str:
-        """Return the stick whose node has this key."""
+        """Return the serial of the stick whose device node has this key."""
         return next(serial for serial, (_, minor) in self.at.items() if key == f"{locks.MAJOR:x}.{minor:x}")
 
     def pull(self, *serials: str) -> None:
@@ -102,7 +102,7 @@ def holder(scene: Scene, form: str, name: str) -> Pod:
 
 
 Start = Callable[[Scene, str, str], Pod]
-"""Starts a pod, given the scene, the form and the pod's name."""
+"""Starts a pod, given the scene, the form (`limits` or `claim`) and the pod's name."""
 
 
 def await_file(scene: Scene, form: str, pod: Pod, minor: int) -> None:
@@ -120,7 +120,7 @@ def await_file(scene: Scene, form: str, pod: Pod, minor: int) -> None:
 
 
 def until_taken(scene: Scene) -> None:
-    """Wait until a waiting pod has a device."""
+    """Wait until one of the waiting pods has a device."""
 
     def taken() -> bool:
         scene.urge()
@@ -138,7 +138,7 @@ def kill(*pods: Pod) -> None:
 @pytest.mark.parametrize("agent", ["runs", "restarts"])
 @pytest.mark.parametrize("form", FORMS)
 def test_a_stick_comes_back_under_another_number(scene: Scene, sticks: Sticks, form: str, agent: str) -> None:
-    """A stick that returns under another device number stays with its pod; a restarted container gets the new node."""
+    """A USB stick that returns under another number stays with its pod; a restarted container gets the new node."""
     sticks.plug("A", 1)
     serve(scene, form, 1)
     pod = holder(scene, form, "holder")
@@ -162,7 +162,7 @@ def test_a_stick_comes_back_under_another_number(scene: Scene, sticks: Sticks, f
 
 
 def for_the_plugin_alone(scene: Scene) -> Agents:
-    """Return stopped agents whose config file has sticks without DRA, for `deviceplugin run`."""
+    """Return agents that are stopped; their config has the USB sticks for limits only, to run `deviceplugin run`."""
     agents = scene.serve(resource("a", "none", devices=[{"path": f"{locks.NODES}/by-id/*"}]))
     agents.stop()
     scene.cluster.wait_allocatable(named("a"), 0)
@@ -172,9 +172,9 @@ def for_the_plugin_alone(scene: Scene) -> Agents:
 
 
 def test_a_stick_comes_back_while_the_plugin_alone_restarts(scene: Scene, sticks: Sticks) -> None:
-    """A stick gets another number and a second stick its number while the plugin is stopped: the pod keeps its stick.
+    """While the plugin is stopped, a held USB stick gets another number, and a second stick gets the former number.
 
-    The kubelet's checkpoint identifies the stick. No other pod gets a stick before the holder ends.
+    The pod keeps its stick, which the kubelet's checkpoint identifies. Another pod gets a stick after the pod's end.
     """
     sticks.plug("A", 1)
     agents = for_the_plugin_alone(scene)
@@ -204,9 +204,9 @@ def test_a_stick_comes_back_while_the_plugin_alone_restarts(scene: Scene, sticks
 
 
 def test_the_plugin_alone_restarts_after_a_container_has_another_number(scene: Scene, sticks: Sticks) -> None:
-    """A container restarts at its stick's new number, and a second stick gets that number during the plugin's restart.
+    """A held USB stick gets a new number, and its container restarts; later a second stick gets this new number.
 
-    No pod gets the second stick before the container's pod ends.
+    The second stick is plugged in while the plugin is stopped. No pod gets it before the container's pod ends.
     """
     sticks.plug("A", 1)
     agents = for_the_plugin_alone(scene)
@@ -252,7 +252,7 @@ def test_the_plugin_alone_restarts_after_a_container_has_another_number(scene: S
 
 @pytest.mark.parametrize("form", FORMS)
 def test_another_stick_has_the_old_number(scene: Scene, sticks: Sticks, form: str) -> None:
-    """No pod gets a stick that has the number of a held stick before the pod that got this number ends."""
+    """No pod gets a USB stick that now has a held stick's former number before the holder of that number ends."""
     first = sticks.plug("A", 1)
     serve(scene, form, 1)
     pod = holder(scene, form, "holder")
@@ -276,7 +276,7 @@ def test_another_stick_has_the_old_number(scene: Scene, sticks: Sticks, form: st
 def two_pods(
     scene: Scene, sticks: Sticks, form: str, glob: str = "by-id/*", start: Start = holder
 ) -> tuple[list[Pod], list[str]]:
-    """Run a pod with each of two sticks; return the pods and the keys of their locks."""
+    """Run two pods, each with one of two USB sticks; return the pods, and the keys of the locks that they hold."""
     keys = sticks.plug("A", 1), sticks.plug("B", 2)
     serve(scene, form, 2, glob)
     pods = [start(scene, form, name) for name in ("one", "two")]
@@ -287,28 +287,28 @@ def two_pods(
 
 
 def swap(sticks: Sticks) -> None:
-    """Swap the numbers of the two sticks of `two_pods`."""
+    """Swap the device numbers of the two USB sticks of `two_pods`."""
     sticks.pull("A", "B")
     sticks.plug("B", 1)
     sticks.plug("A", 2)
 
 
 def swapped(scene: Scene, sticks: Sticks, form: str) -> tuple[list[Pod], list[str]]:
-    """Run a pod with each of two sticks, then swap the sticks' numbers; return the result of `two_pods`."""
+    """Run two pods, each with a USB stick, then swap the sticks' device numbers; return the result of `two_pods`."""
     made = two_pods(scene, sticks, form)
     swap(sticks)
     return made
 
 
 def has_own(pods: list[Pod], had: list[str]) -> bool:
-    """Return whether each of two pods has its own stick after the sticks have swapped their numbers."""
+    """Return whether each of two pods has its own USB stick after the sticks have swapped their numbers."""
     held = {(one.uid, one.key) for one in locks.holders()}
     return held == set(zip((pod.uid for pod in pods), had[::-1], strict=True))
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_two_sticks_swap_their_numbers(scene: Scene, sticks: Sticks, form: str) -> None:
-    """After two sticks swap their numbers, each restarted container gets the node of its pod's stick."""
+    """After two USB sticks swap their numbers, each restarted container gets the device node of its pod's stick."""
     pods, had = swapped(scene, sticks, form)
     kill(*pods)
     scene.until("each pod has its own stick", lambda: has_own(pods, had), 120)
@@ -317,9 +317,9 @@ def test_two_sticks_swap_their_numbers(scene: Scene, sticks: Sticks, form: str) 
 
 @pytest.mark.parametrize("seed", range(2))
 def test_sticks_come_and_go_in_any_order(scene: Scene, sticks: Sticks, seed: int) -> None:
-    """Three sticks come and go under four numbers: in the end each pod has its stick's node, and no other pod's.
+    """Three USB sticks come and go with four device numbers: in the end each pod has the node of its own stick again.
 
-    The program that uses a stick ends when the stick is pulled, as a real program does.
+    No device has two holders. The program that uses a stick ends when the stick is pulled, as a real program does.
     """
     chance = random.Random(seed)
     for minor, serial in enumerate("AB", 1):
@@ -357,7 +357,7 @@ def test_sticks_come_and_go_in_any_order(scene: Scene, sticks: Sticks, seed: int
 
 @pytest.mark.parametrize("form", FORMS)
 def test_numbers_are_swapped_by_a_reboot(scene: Scene, sticks: Sticks, form: str) -> None:
-    """Two sticks swap their numbers and the node reboots: after the reboot each pod has its own stick again."""
+    """Two USB sticks swap their numbers and the node reboots: after the reboot each pod has its own stick again."""
     pods, had = swapped(scene, sticks, form)
     reboot(scene, "before the kubelet")
     scene.cluster.wait_for(lambda: all(locks.pids(pod.uid) for pod in pods), 90, "the pods run again")
@@ -367,7 +367,7 @@ def test_numbers_are_swapped_by_a_reboot(scene: Scene, sticks: Sticks, form: str
 
 @pytest.mark.parametrize("form", FORMS)
 def test_another_stick_is_plugged_into_a_port(scene: Scene, sticks: Sticks, form: str) -> None:
-    """With links by port, another stick in a held port belongs to the port's pod, also after its container restarts."""
+    """With links by port, a new USB stick in a held port goes to the port's pod, also after a container restart."""
     sticks.plug("A", 1, "1-2")
     serve(scene, form, 1, "by-path/*")
     pod = holder(scene, form, "holder")
@@ -502,7 +502,7 @@ def test_a_vfio_group_is_given_once_the_host_has_no_function_of_it(scene: Scene,
 
 
 def test_a_stick_comes_back_with_the_generic_device_plugin(scene: Scene, sticks: Sticks) -> None:
-    """With squat's generic-device-plugin, a restarted container also gets its stick under the stick's new number."""
+    """With squat's generic-device-plugin, too, a restarted container gets its USB stick under a new number."""
     if build.PEER_PROGRAMS not in os.environ:
         pytest.skip(f"{build.PEER_PROGRAMS} names no directory with generic-device-plugin")
     program = str(build.ensure_peer("generic-device-plugin"))

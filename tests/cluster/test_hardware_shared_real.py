@@ -1,6 +1,6 @@
-"""A stick has one holder if the config names it by serial number and by port, and if sticks exchange device numbers.
+"""A USB stick has one holder if the config names it by serial number and by port, and if sticks swap device numbers.
 
-Links by serial number and by port appear at different times, and a stick can move into a port that another pod holds.
+Links by serial number and by port appear at different times. A stick can move into a port that another pod holds.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ def only_holder(name: str) -> None:
 @pytest.mark.parametrize("entries", ["of two resources", "of one resource"])
 @pytest.mark.parametrize("form", FORMS)
 def test_a_stick_with_two_names_comes_back(scene: Scene, sticks: Sticks, form: str, entries: str, first: str) -> None:
-    """A stick with a by-id and a by-path name returns under another number: no other pod gets it.
+    """A USB stick with a by-id and a by-path name returns under another number: no other pod gets the stick.
 
-    entries: one or two resources have the names. first: the link that udev makes first.
+    entries: one resource has both names, or each of two resources has one name. first: the link that udev makes first.
     """
     sticks.plug("A", 1)
     two = entries == "of two resources"
@@ -86,7 +86,7 @@ def refused(pod: Pod, text: str) -> bool:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_stick_moves_into_the_port_of_another_pod(scene: Scene, sticks: Sticks, form: str) -> None:
-    """A held stick moves into the port that another pod holds: neither pod gets it, until each device is back."""
+    """A held USB stick moves into a port that another pod holds: neither pod gets it there; each gets its own back."""
     sticks.plug("A", 1)
     sticks.plug("T", 2)
     serve(scene, form, a=[f"{ID}/A"], b=[f"{PORT}/port-T"])
@@ -119,7 +119,7 @@ def test_a_stick_moves_into_the_port_of_another_pod(scene: Scene, sticks: Sticks
 
 
 def test_one_of_two_containers_restarts_whose_sticks_have_swapped(scene: Scene, sticks: Sticks) -> None:
-    """Two sticks swap their numbers: a restarted container starts only after the other container has ended."""
+    """Two held USB sticks swap their numbers: a killed container starts again only after the other one has ended."""
     pods, had = swapped(scene, sticks, "limits")
     kill(pods[0])
     scene.until("the container does not start", lambda: refused(pods[0], "are the same hardware"), 60)
@@ -136,7 +136,7 @@ def test_one_of_two_containers_restarts_whose_sticks_have_swapped(scene: Scene, 
 def test_the_config_names_a_held_stick_anew_while_it_is_away(
     scene: Scene, sticks: Sticks, form: str, after: str
 ) -> None:
-    """The config renames a held stick while it is away: after its return no other pod gets it until its holder ends."""
+    """The config renames a held USB stick that is away: after its return no other pod gets it until its holder ends."""
     names = {"by-id": f"{ID}/*", "by-path": f"{PORT}/*"}
     sticks.plug("A", 1)
     serve(scene, form, a=[names["by-id" if after == "by-path" else "by-path"]])
@@ -166,7 +166,7 @@ def with_init(scene: Scene, form: str, name: str) -> Pod:
 
 
 def test_sticks_of_init_containers_swap(scene: Scene, sticks: Sticks) -> None:
-    """Pods whose init and main containers share a stick have their own sticks after a swap and restarts."""
+    """Init and main containers of a pod share a USB stick; after a swap of numbers each pod has its own stick again."""
     pods, had = two_pods(scene, sticks, "limits", start=with_init)
     swap(sticks)
     kill(*pods)
@@ -175,7 +175,7 @@ def test_sticks_of_init_containers_swap(scene: Scene, sticks: Sticks) -> None:
 
 
 def test_sticks_with_plain_numbers_swap(scene: Scene, sticks: Sticks) -> None:
-    """Sticks named by ttyUSB nodes swap: a restarted container fails instead of getting the other pod's stick."""
+    """USB sticks that the config names by ttyUSB nodes swap: a restarted container fails; it gets no other stick."""
     pods, _ = two_pods(scene, sticks, "limits", "ttyUSB*")
     swap(sticks)
     kill(pods[0])
@@ -185,7 +185,7 @@ def test_sticks_with_plain_numbers_swap(scene: Scene, sticks: Sticks) -> None:
 
 
 def test_an_agent_starts_with_other_names_and_sticks_swap(scene: Scene, sticks: Sticks) -> None:
-    """The config renames two held sticks and they swap: a container starts only after the other container has ended."""
+    """The config renames two held USB sticks, which then swap: a killed container waits for the other one's end."""
     pods, had = two_pods(scene, sticks, "limits")
     scene.agents.stop()
     scene.agents.resources[0] = {**scene.agents.resources[0], "devices": [{"path": f"{PORT}/*"}]}
@@ -202,10 +202,10 @@ def test_an_agent_starts_with_other_names_and_sticks_swap(scene: Scene, sticks: 
 
 @pytest.mark.parametrize("agent", ["killed", "stopped"])
 def test_an_agent_that_has_not_seen_the_sticks_yet_does_not_answer(scene: Scene, sticks: Sticks, agent: str) -> None:
-    """An agent started while all sticks were unplugged is killed or stopped: no container starts until it runs again.
+    """While an agent that started without the held USB sticks is killed or hangs, no killed container starts again.
 
-    The agent had the kubelet call PreStartContainer before each start. The sticks return with swapped numbers, and one
-    of two containers is killed.
+    The sticks return with swapped numbers, and one of two containers is killed. The kubelet calls the agent's
+    PreStartContainer before each start of a container. After the agent runs again, each container gets its own stick.
     """
     pods, had = two_pods(scene, sticks, "limits")
     scene.agents.kill()

@@ -85,13 +85,13 @@ class Released(Deployed):
 
 @pytest.fixture
 def released(node: Cluster) -> Iterator[Released]:
-    """The chart's release with four devices, two on each side."""
+    """The chart's release with four devices, of which two are for claims."""
     with deployment(Released, node, [os.makedev(1, 5)] * COUNT) as made:
         yield made
 
 
 def test_life_of_a_release(released: Released) -> None:
-    """Holders on each side keep their devices through upgrade, rollback, removal and another installation."""
+    """A pod by limits and a pod by a claim keep their devices during upgrade, rollback, removal and reinstallation."""
     cluster, agent = released.cluster, released.agent()
     plain, user, held = released.both_doors()
     containers = [pod.container_id() for pod in (plain, user)]
@@ -145,7 +145,7 @@ def test_life_of_a_release(released: Released) -> None:
 
 
 def test_groups_by_label(released: Released) -> None:
-    """A node's label selects the group whose agent runs there; after a change of the label, the other group's runs."""
+    """A node's label selects which group's agent runs on the node; after another label, another group's agent runs."""
     cluster = released.cluster
     released.agent()
 

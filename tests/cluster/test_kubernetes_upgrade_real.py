@@ -1,4 +1,4 @@
-"""An upgrade of Kubernetes and its rollback during a move, while a pod by limits and a pod by claim hold devices.
+"""An upgrade of Kubernetes and its rollback while held devices wait to move, and pods by limits and claim run.
 
 The components are changed in the order that docs/upgrading-kubernetes.md states. The node is not drained.
 """
@@ -20,7 +20,7 @@ OLD, NEW = build.FORMER_VERSION, build.DEFAULT_VERSION
 CONTROL_PLANE = ("kube-apiserver", "kube-controller-manager", "kube-scheduler")
 UPGRADE = (*((name, NEW) for name in CONTROL_PLANE), ("kubelet", NEW))
 ROLLBACK = (("kubelet", OLD), *((name, OLD) for name in reversed(CONTROL_PLANE)))
-"""The order of the components' changes: a kubelet is never newer than its API server."""
+"""The components and versions of the rollback, in order: a kubelet is never newer than its API server."""
 BUILD = 1500.0
 """Maximum seconds of a wait for the older version, which `.ci/run` builds while the tests run."""
 
@@ -43,9 +43,9 @@ def lives(*pods: Pod) -> list[tuple[str, str, int]]:
 
 
 def test_an_upgrade_and_its_rollback_in_the_middle_of_a_migration(old_cluster: Cluster) -> None:
-    """After each step of an upgrade and its rollback, running containers and devices' states are the same as before.
+    """After each step of an upgrade and its rollback, containers run on and the devices' states are the same as before.
 
-    New claims are prepared after each step. The move ends when its holder has ended.
+    New claims are prepared after each step. Devices that wait to move do so when their holder has ended.
     """
     cluster = old_cluster
     with serving_cards(cluster) as bridge:

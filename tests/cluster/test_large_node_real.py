@@ -13,7 +13,7 @@ from tests.cluster.node import LEDGER, Cluster
 DEVICES = 300
 CLAIMS = 100
 TOGETHER = 25
-"""Claims of one pod, which the driver prepares in one call of the kubelet."""
+"""The number of claims of one pod; the driver prepares all of them in one call of the kubelet."""
 LOG = 4 * 2**20
 """Maximum bytes of the ledger's log: after 100 commits it is overwritten from its start, and keeps its length."""
 
@@ -26,7 +26,7 @@ def files(bridge: Bridge) -> int:
 
 @pytest.mark.lengthy
 def test_a_hundred_claims_at_once(cluster: Cluster) -> None:
-    """A hundred claims get different devices. A repetition opens no more files; the ledger grows by 10 % at most."""
+    """A hundred claims get different devices; in a repetition the agent has no more open files and hardly more data."""
     resource = {
         "name": "example.com/large",
         "driver": "large.example.com",
@@ -53,7 +53,7 @@ def test_a_hundred_claims_at_once(cluster: Cluster) -> None:
                 pod.delete()
             for name in names:
                 cluster.api.delete("ResourceClaim", name, api_version=bridge.api_version)
-            # The kubelet has a claim unprepared before its pod goes, and the claim goes after the pod.
+            # The kubelet calls Unprepare for a claim before its pod is removed, and the claim is removed after the pod.
             cluster.wait_for(lambda: not cluster.api.list("ResourceClaim", "default"), 300.0, "the claims are gone")
             log = Path(f"{LEDGER}-wal").stat().st_size
             sizes.append((files(bridge), Path(LEDGER).stat().st_size, log))

@@ -1,4 +1,4 @@
-"""Running pods keep their devices, and run on, after a restart of the kubelet that has lost its checkpoint.
+"""Running pods run on and keep their devices after the kubelet has lost its checkpoint and restarts.
 
 All devices are held, so the kubelet has no free device for a pod that it admits again.
 """
@@ -39,7 +39,7 @@ def restart(scene: Scene, agent: str, *, lost: bool) -> None:
 
 @pytest.mark.parametrize("agent", ["kept", "before", "after"])
 def test_running_pods_run_on(scene: Scene, agent: str) -> None:
-    """After the loss the pods run on, and a new pod gets no device, although the kubelet counts all devices as free.
+    """After the checkpoint's loss pods run on; a new pod gets no device, although the kubelet counts all as free.
 
     With `kept`, the kubelet restarts twice more, with a new checkpoint that lacks the pods, and the pods still run on.
     If no agent ran, the kubelet would report no capacity, and end the pods at its next restart.

@@ -1,4 +1,4 @@
-"""A node with 64 resources of simulated devices, each with a driver of its own, as for a plugin per device."""
+"""A node with 64 resources of simulated devices, each with its own driver, as if each device had its own plugin."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def registered_again(bridge: Bridge, figures: dict[str, float]) -> None:
 
 @pytest.mark.lengthy
 def test_all_are_served_on_both_sides(cluster: Cluster) -> None:
-    """Each of 64 resources registers once, and once more after a kubelet restart; pods of both sides run on."""
+    """Each of 64 resources registers once, and once more after a kubelet restart; pods by limits and claim run on."""
     resources = [
         {
             "name": resource,

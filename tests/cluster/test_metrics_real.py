@@ -149,13 +149,13 @@ def agent(path: str, accept: str = "*/*") -> str:
 
 
 def said(pod: Pod, kind: str, side: str, container: str = "main") -> set[tuple[str, ...]]:
-    """Return the devices that a container's environment names, as `Prometheus.holders` returns holders."""
+    """Return the devices that a container's environment names, as tuples like those of `Prometheus.holders`."""
     devices = env_of(pod, container)[kind.upper()].split(",")
     return {(f"example.com/{kind}", device, side, pod.name, container) for device in devices}
 
 
 def start_all(bridge: Bridge) -> dict[str, Pod]:
-    """Start pods by limits, by claim, and with shares, on both sides; wait until all run, and return them by name."""
+    """Start pods by limits (one through DRA, two with replicas) and by a claim; return the running pods by name."""
     cluster = bridge.cluster
     pods = {
         "plugin": cluster.start_pod("plugin", {"example.com/gpu": 2}),
@@ -171,7 +171,7 @@ def start_all(bridge: Bridge) -> dict[str, Pod]:
 
 
 def test_holders_are_what_the_pods_say(bridge: Bridge, prometheus: Prometheus) -> None:
-    """Each holder is a series as long as it has its device: by limits, by claim, with a share, an init container."""
+    """Each container that has a device is a series: by limits, by claim, with a replica, and an init container."""
     cluster = bridge.cluster
     pods = start_all(bridge)
     wanted = (

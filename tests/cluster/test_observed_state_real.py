@@ -116,7 +116,7 @@ def test_credentials_that_end_with_their_node(bridge: Bridge) -> None:
     cluster.wait_for(lambda: not bridge.slices(), 60, "the slices are collected with their owner")
     cluster.wait_for(lambda: any("there is no Node" in problem for problem in status()["problems"]), 30, "it is told")
     cluster.wait_for(refused, 60, "the API server has forgotten that it took the token")
-    cluster.start_kubelet()  # makes another Node
+    cluster.start_kubelet()  # the kubelet creates another Node
     wait_told(cluster, "401", "refuses the agent's credentials", "Replace the token")
     assert metric("api_credentials_accepted") == 0
     assert not re.search(r"^deviceplugin_slices{.*} [1-9]", get("/metrics")[1], re.MULTILINE)
@@ -126,7 +126,7 @@ def test_credentials_that_end_with_their_node(bridge: Bridge) -> None:
 
 
 def test_rights_that_are_taken_and_given_back(bridge: Bridge) -> None:
-    """A slice is deleted while the agent has no rights: it reports this, and writes the slice with rights again."""
+    """A slice is deleted while the agent lacks rights: the agent reports this, and restores the slice with rights."""
     cluster = bridge.cluster
     binding = cluster.api.get("ClusterRoleBinding", "dra-bridge")
     cluster.api.delete("ClusterRoleBinding", "dra-bridge")

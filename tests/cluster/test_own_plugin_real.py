@@ -1,4 +1,4 @@
-"""The example examples/own-plugin on the real node: image by its Dockerfile, installation as its page describes."""
+"""examples/own-plugin on the real node: its image is built by its Dockerfile, and installed as its page describes."""
 
 from __future__ import annotations
 

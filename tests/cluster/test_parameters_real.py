@@ -118,7 +118,7 @@ def refused(cluster: Cluster, body: Object) -> str:
 
 
 def refused_by_the_driver(parameters: Object) -> bool:
-    """Return whether the driver refuses these parameters, completed by the required field `needed`."""
+    """Return whether the driver refuses these parameters; the required field `needed` is added to them."""
     pieces = [ClaimConfig("FromClaim", opaque=Opaque(DRIVER, {"needed": "x", **parameters}))]
     try:
         decoded_config(Tuning, pieces, "one")
@@ -139,7 +139,7 @@ def policy() -> list[Object]:
 
 @pytest.fixture
 def checked(cluster: Cluster) -> Iterator[Cluster]:
-    """A cluster in which the policy is in force. The claim `older`, with wrong parameters, was made before."""
+    """A cluster in which the policy is in force. The claim `older`, with wrong parameters, is older than the policy."""
     if cluster.minor < 34:
         pytest.skip("the objects are written in resource.k8s.io/v1, of 1.34")
     wrong = claim("x", config({"wats": 1}))
@@ -155,7 +155,7 @@ def checked(cluster: Cluster) -> Iterator[Cluster]:
 
 
 def test_the_policy_refuses_what_the_driver_refuses(checked: Cluster) -> None:
-    """The policy accepts valid parameters, and refuses invalid ones with the field's name. So does the driver."""
+    """Policy and driver accept the same parameters; the policy's refusal of invalid parameters names the field."""
     assert {str(one): refused(checked, claim("x", config(one))) for one in GOOD} == {str(one): "" for one in GOOD}
     assert not [one for one in GOOD if refused_by_the_driver(one)]
     for parameters, problem in BAD:
@@ -174,7 +174,7 @@ def test_all_objects_with_parameters_are_checked(checked: Cluster) -> None:
         assert refused(checked, made("x", config({"watts": 20}))) == ""
         assert refused(checked, made("x", config({"wats": 1}, driver="other.example.net"))) == ""
         assert refused(checked, made("x", [])) == ""
-    # An existing class is checked at a change, too.
+    # The policy also checks the change of an existing class.
     checked.api.apply(device_class("changed.example.net", config({"watts": 20})))
     with pytest.raises(ApiError, match="watts: must be an integer"):
         checked.api.apply(device_class("changed.example.net", config({"watts": "20"})))

@@ -1,4 +1,4 @@
-"""`dra-bridge plan` on the real API server: each finding is reported if its cause exists, and only then."""
+"""`dra-bridge plan` on the real API server reports each finding if its cause exists, and only then."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def remove(cluster: Cluster, body: Object) -> None:
 
 
 def offer(cluster: Cluster, count: int | None) -> None:
-    """Set the Node's capacity and allocatable of boards, without a plugin; None removes them."""
+    """Set capacity and allocatable of the boards' resource in the Node's status, without plugin; None removes both."""
     value = None if count is None else str(count)
     body = {"status": {"capacity": {BOARD: value}, "allocatable": {BOARD: value}}}
     cluster.api.patch("node", cluster.node_name, body, "default", "status")
@@ -104,7 +104,7 @@ def offering(cluster: Cluster) -> Iterator[None]:
 
 
 def test_a_former_plugin_is_not_found(cluster: Cluster, plan: Plan) -> None:
-    """A plugin has ended: `plan` lists its resource while the Node has capacity of it, and not when this is 0."""
+    """After a plugin's end, `plan` lists its resource while the Node has capacity of the resource, and not at 0."""
     if cluster.minor < 36:
         pytest.skip("there are other findings before 1.36")
     resource = {"name": NAME, "driver": "former.example.net", "devices": [{"simulated": {"count": 2}}]}
@@ -132,7 +132,7 @@ STATUSES = {Severity.BLOCKER: {4}, Severity.WARNING: {3, 4, 5}, Severity.NOTE: {
 
 
 def test_each_finding_is_found(calm: Cluster, plan: Plan) -> None:
-    """For each finding, `plan` reports it when its objects exist, and does not report it when they are deleted."""
+    """`plan` reports each finding when the finding's objects exist, and not after these objects were deleted."""
     wrong: dict[str, Any] = {}
     for case in CASES:
         made: list[Object] = []
@@ -176,7 +176,7 @@ def test_the_topology_manager_is_found(make_cluster: Callable[..., Cluster], pla
 
 
 def test_rights_that_lack_are_said(calm: Cluster, plan: Plan) -> None:
-    """For a user without rights, `plan` lists the unread kinds; a user with only read rights is warned."""
+    """For a user without rights, `plan` lists the kinds that it cannot read; a user with only read rights is warned."""
     rules = [{"apiGroups": ["*"], "resources": ["*"], "verbs": ["get", "list"]}]
     subject = {"kind": "User", "name": "reader", "apiGroup": "rbac.authorization.k8s.io"}
     head = {"apiVersion": "rbac.authorization.k8s.io/v1"}
@@ -207,7 +207,7 @@ def test_rights_that_lack_are_said(calm: Cluster, plan: Plan) -> None:
 
 
 def test_dumps_say_what_the_cluster_says(calm: Cluster, plan: Plan, tmp_path: Path) -> None:
-    """`plan` on a dump by kubectl, in JSON or YAML, has the same findings and numbers as on the API server."""
+    """`plan` on a dump that kubectl wrote, in JSON or YAML, has the same findings and numbers as on the API server."""
     kinds = "nodes,pods,deviceclasses,resourceslices,resourceclaims,resourceclaimtemplates,resourcequotas,"
     kinds += "priorityclasses,daemonsets,clusterroles,clusterrolebindings"
     case = next(case for case in CASES if case.kind is FindingKind.RESTART_ENDS)

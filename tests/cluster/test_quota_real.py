@@ -1,7 +1,7 @@
 """Quotas of a tenant that changes from limits to claims, on the real API server.
 
 The quota key `requests.NAME` counts claims since Kubernetes 1.35 if the feature gate DRAExtendedResource is on, which
-is the default from 1.36 (1.35.4, pkg/quota/v1/evaluator/core/resource_claims.go). 1.34 does not count claims there.
+is the default from 1.36 (1.35.4, pkg/quota/v1/evaluator/core/resource_claims.go). In 1.34 the key counts no claims.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def refused(cluster: Cluster, body: Object) -> str:
 
 
 def test_a_tenant_stays_limited_over_the_way_from_limits_to_claims(team: Cluster, gate: bool) -> None:
-    """From 1.35, with the gate, a quota limits the sum of limits and claims; otherwise it limits each of them alone."""
+    """From 1.35, with the gate, a quota limits the sum of devices by limits and claims; otherwise each number alone."""
     assert [refused(team, pod(f"pod-{number}")) for number in range(QUOTA)] == [""] * QUOTA
     assert "exceeded quota: dra-bridge-devices" in refused(team, pod("one-too-many"))
     if team.minor >= 35 and gate:

@@ -1,6 +1,6 @@
 """After a holder's end, no pod and no claim gets its device before the `released` hook has succeeded.
 
-The hook of ``tests.cluster.locks`` notes each of its calls in the log in which containers note their locks.
+The hook of ``tests.cluster.locks`` writes a line for each of its calls into the log with the containers' lines.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class OneDevice(Scene):
     """A scene with one device, for pods by limits or for claims."""
 
     def start(self, side: str) -> Callable[[str, str], Pod]:
-        """Start the agent; return the method that starts a pod with a device."""
+        """Start the agent; return the method that starts a pod with the device. side: by `limits`, or by a claim."""
         self.begin(a=(1, "none" if side == "limits" else "all"))
         return self.pod if side == "limits" else self.claimer
 
@@ -38,7 +38,7 @@ def scene(cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[OneDevic
 
 
 def calls() -> list[str]:
-    """Return the notes of containers and the hook, in order."""
+    """Return what containers and the hook have noted in the log (`locks.Note.what`), in order."""
     return [note.what for note in locks.notes()]
 
 
@@ -61,14 +61,14 @@ def test_a_device_is_withheld_until_released_succeeds(scene: OneDevice, side: st
         scene.until("the pod waits", second.unschedulable)
         locks.mend_released()
     scene.running(second)
-    succeeded = ["free"] * (2 if how == "hangs" else 1)  # The call that hung ends as well.
+    succeeded = ["free"] * (2 if how == "hangs" else 1)  # The call that hung succeeds in the end as well.
     assert calls()[before:] == ["broken"] * times + succeeded + ["got"]
     assert "is no longer withheld: `released` has succeeded" in scene.agents.logs()
 
 
 @SIDES
 def test_a_device_is_released_before_its_first_grant_after_a_start(scene: OneDevice, side: str) -> None:
-    """An agent calls `released` before its first grant of a device, since a holder may have ended meanwhile."""
+    """An agent calls `released` before its first grant of a device: a holder may have ended while no agent ran."""
     make = scene.start(side)
     first = make("first", "a")
     scene.running(first)
@@ -85,6 +85,6 @@ def test_a_device_is_released_before_its_first_grant_after_a_start(scene: OneDev
 
 
 def before_grant(noted: int) -> list[str]:
-    """Return the notes until the next container got its device, without the first `noted` notes."""
+    """Return the log's notes until the next container got its device, without the first `noted` notes."""
     found = calls()[noted:]
     return found[: found.index("got")]

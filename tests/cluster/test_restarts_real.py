@@ -1,7 +1,7 @@
-"""Kubelet restarts during moves, on the real node.
+"""Kubelet restarts while devices move between device plugin and DRA, on the real node.
 
 A restart ends no pod, except in two cases: after a forced move; and with `drain: cordon`, if DRA serves a pod that has
-waited and is older than a pod of the plugin side.
+waited and is older than a pod that the device plugin serves.
 
 At its start the kubelet admits the node's pods again, the oldest first (HandlePodAdditions, kubelet 1.36). It does not
 count the devices that the admitted pod gets through DRA for its limits, but counts those of the other pods
@@ -59,7 +59,7 @@ def through_dra(pod: Pod) -> bool:
 
 
 def restart_kubelet(bridge: Bridge, *, without_agent: bool = False) -> dict[str, str]:
-    """Restart the kubelet, and wait until it has judged all pods; return the reasons of denied pods, by pod.
+    """Restart the kubelet, wait until it has admitted or denied each pod, and return the reasons of denials, by pod.
 
     The reasons are read from the kubelet's log, because the kubelet sets the phase of a denied pod some seconds later.
     without_agent: the agent is stopped during the restart.
@@ -70,7 +70,7 @@ def restart_kubelet(bridge: Bridge, *, without_agent: bool = False) -> dict[str,
     log = cluster.components["kubelet"].log
     before = log.stat().st_size
     cluster.restart_kubelet(reported=True)
-    # Pods are admitted one after the other, the oldest first. So when a new pod runs, all other pods were judged.
+    # Pods are admitted one after the other, the oldest first. So all other pods were judged when a new pod runs.
     canary = cluster.start_pod(f"canary-{next(_CANARIES)}").wait_running()
     canary.delete()
     canary.wait_gone()
@@ -108,9 +108,9 @@ def wait_states(bridge: Bridge, **wanted: int) -> None:
 
 @pytest.mark.lengthy
 def test_a_kubelet_restart_after_each_step_ends_no_pod(bridge: Bridge) -> None:
-    """A kubelet restart after each step of moves to the DRA side and back ends no pod."""
+    """While devices move from the device plugin to DRA and back, a kubelet restart after each step ends no pod."""
     cluster = bridge.cluster
-    # To the DRA side. The first pod is older than all pods that DRA serves.
+    # Devices move to DRA. The first pod is older than all pods that DRA serves.
     first = by_limits(bridge, "first")
     annotate(cluster, "4")
     wait_states(bridge, plugin=4, dra=4)
@@ -128,7 +128,7 @@ def test_a_kubelet_restart_after_each_step_ends_no_pod(bridge: Bridge) -> None:
     first.wait_gone()
     wait_states(bridge, dra=7, to_dra=1)
     no_pod_ends(bridge, second, claim, *unchanged)
-    # Back, while DRA serves pods by limits: no device arrives, and a pod for the plugin side waits.
+    # They are to move back while DRA serves pods by limits: no device moves, and a new pod by limits waits.
     annotate(cluster, "2")
     wait_states(bridge, to_plugin=7, to_dra=1)
     waits = cluster.start_pod("waits", {RESOURCE: 1})
@@ -143,7 +143,7 @@ def test_a_kubelet_restart_after_each_step_ends_no_pod(bridge: Bridge) -> None:
     assert not through_dra(waits)
     younger = by_limits(bridge, "younger")
     no_pod_ends(bridge, second, claim, waits, younger)
-    # To the DRA side again, with older and younger pods of the plugin side.
+    # Devices move to DRA again, while the device plugin serves older and younger pods.
     annotate(cluster, "all")
     wait_states(bridge, dra=5, to_dra=3)
     cluster.wait_allocatable(RESOURCE, 0)
@@ -155,7 +155,7 @@ def test_a_kubelet_restart_after_each_step_ends_no_pod(bridge: Bridge) -> None:
         pod.wait_gone()
     wait_states(bridge, dra=8)
     no_pod_ends(bridge, claim, *again)
-    # Back once more, after all pods by limits of both sides have ended.
+    # Devices move back once more, after all pods by limits have ended.
     for pod in again:
         pod.delete()
         pod.wait_gone()
@@ -166,9 +166,10 @@ def test_a_kubelet_restart_after_each_step_ends_no_pod(bridge: Bridge) -> None:
 
 
 def test_devices_leave_one_by_one_beside_pods_of_both_kinds(bridge: Bridge) -> None:
-    """After a forced return, a move takes no device that pods need at a kubelet restart; a forced move takes it.
+    """A move to DRA leaves as many devices as pods need at a kubelet restart; a forced move does not.
 
-    The agent then names the pod that a restart would end, and a restart ends this pod.
+    Before, devices were forced back to the device plugin. After the forced move to DRA, the agent names the pod that a
+    kubelet restart would end, and a restart ends this pod.
     """
     cluster = bridge.cluster
     annotate(cluster, "all")
@@ -220,7 +221,7 @@ def one_waits(bridge: Bridge) -> tuple[Pod, Pod, Pod]:
 
 
 def test_a_pod_that_waited_is_older_than_those_that_came_after_it(bridge: Bridge) -> None:
-    """With `drain: cordon`, DRA serves a waiting pod, and a kubelet restart ends a younger pod of the plugin side."""
+    """With `drain: cordon`, DRA serves a waiting pod, and a kubelet restart ends the device plugin's younger pod."""
     first, waits, younger = one_waits(bridge)
     wait_states(bridge, dra=5, to_dra=3)
     first.delete()
@@ -230,7 +231,7 @@ def test_a_pod_that_waited_is_older_than_those_that_came_after_it(bridge: Bridge
 
 
 def test_with_wait_dra_serves_pods_by_limits_when_the_plugin_side_is_empty(bridge: Bridge) -> None:
-    """With `drain: wait`, DRA serves a waiting pod by limits only after the plugin side's last pod has ended."""
+    """With `drain: wait`, DRA serves a waiting pod by limits only after the device plugin's last pod has ended."""
     cluster = bridge.cluster
     bridge.resources[0]["dra"] = {"share": "none", "drain": "wait"}
     bridge.write()
@@ -248,7 +249,7 @@ def test_with_wait_dra_serves_pods_by_limits_when_the_plugin_side_is_empty(bridg
 
 
 def test_with_wait_devices_go_on_being_offered_beside_pods_that_dra_serves_by_limits(bridge: Bridge) -> None:
-    """With `drain: wait`, no device returns while DRA serves a pod by limits; new claims still get devices."""
+    """With `drain: wait`, no device moves to the device plugin while DRA serves a pod by limits; claims get devices."""
     cluster = bridge.cluster
     bridge.resources[0]["dra"] = {"share": "all", "drain": "wait"}
     bridge.write()

@@ -69,7 +69,7 @@ def writes_of(publisher: Publisher) -> int:
 
 @contextlib.asynccontextmanager
 async def publishing(cluster: Cluster, *pools: Pool, kubeconfig: Path | None = None) -> AsyncIterator[Publisher]:
-    """Run a publisher of these pools. The context begins when the API server has their slices."""
+    """Run a publisher of these pools. The context begins when the API server has the pools' slices."""
     backoff = Backoff(0.1, 2.0)
     async with kube.Cluster.from_environment(kubeconfig or cluster.kubeconfig, backoff=backoff) as connection:
         publisher = Publisher(connection, cluster.node_name)
@@ -324,7 +324,7 @@ def remove_all(cluster: Cluster) -> int:
 
 @pytest.mark.parametrize("gate", ["DRADeviceTaints", "DRAConsumableCapacity", "DRAPartitionableDevices"])
 async def test_dropped_fields(make_cluster: Callable[..., Cluster], gate: str) -> None:
-    """A feature gate is off: the publisher reports the missing feature, and publishes nothing that needs it."""
+    """While a feature gate is off, the publisher reports the missing feature, and publishes nothing that needs it."""
     minor = int(build.default_version().split(".")[1])
     if FEATURE_GATES[gate] > minor:
         pytest.skip(f"{gate} came with 1.{FEATURE_GATES[gate]}")
@@ -510,7 +510,7 @@ FORBIDDEN = {
     ),
     "a finalizer": ({"metadata": {"finalizers": ["example.com/x"]}}, "nothing of a Node but"),
 }
-"""Patches of its own Node's status that the agent may not make, each with a part of the API server's message."""
+"""Patches of the status of its Node that an agent may not make, each with a part of the API server's message."""
 
 
 def test_of_a_node_the_agent_writes_only_how_many_of_its_devices_are_allocatable(cluster: Cluster) -> None:

@@ -1,7 +1,7 @@
 """Sources on a real node: PCI and path devices in real containers, aligned by NUMA node by the real kubelet.
 
 The machine may have only one NUMA node. The kubelet reads NUMA nodes from /sys/devices/system/node, so the isolated run
-mounts a directory with two NUMA nodes over it. The PCI devices are made sysfs trees, with real device nodes.
+mounts a directory with two NUMA nodes over it. The PCI devices are simulated by sysfs trees, with real device nodes.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def address_of(pod: Pod, name: str = "PCIDEVICE_EXAMPLE_COM_GPU") -> str:
 def test_pod_gets_the_pci_device_of_the_numa_node_where_the_other_device_is(
     restricted: Cluster, directory: Path
 ) -> None:
-    """`restricted`, a network card on NUMA node 1: a pod with a GPU and the card gets the GPU of NUMA node 1.
+    """A pod with a GPU and a network card on NUMA node 1 gets the GPU of NUMA node 1, with the policy `restricted`.
 
     Its container has the device nodes of these two devices only. A second pod with two GPUs gets those of NUMA node 0.
     """
@@ -141,7 +141,7 @@ def test_pod_gets_the_pci_device_of_the_numa_node_where_the_other_device_is(
 
 
 def test_pod_whose_devices_are_on_different_numa_nodes_is_refused(restricted: Cluster, directory: Path) -> None:
-    """`restricted`: a pod with devices of two NUMA nodes gets TopologyAffinityError; a pod with one device runs."""
+    """With the policy `restricted`, a pod whose devices are on two NUMA nodes fails; a pod with one device runs."""
     tree = Tree(directory)
     pci(tree, "0000:01:00.0", 0)
     pci(tree, "0000:82:00.0", 1, "02")
@@ -156,7 +156,7 @@ def test_pod_whose_devices_are_on_different_numa_nodes_is_refused(restricted: Cl
 def test_numa_node_that_the_machine_has_not_is_refused_and_can_be_left_out(
     restricted: Cluster, directory: Path
 ) -> None:
-    """`restricted` refuses a device on a missing NUMA node; with `topology: false` the device is allocated."""
+    """The policy `restricted` refuses a device on a missing NUMA node; with `topology: false` a pod gets the device."""
     tree = Tree(directory)
     pci(tree, "0000:01:00.0", 7)
     anywhere = pci_source(tree, "example.com/anywhere", "03")
@@ -243,9 +243,9 @@ def test_probe_withdraws_a_device_of_the_real_node_and_gives_it_back(cluster: Cl
 def test_gpus_of_a_made_library_reach_containers_with_their_numa_nodes(
     restricted: Cluster, directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """GPUs of a fake NVML library: a pod gets a pair that NVLink links, on one NUMA node, and its device nodes.
+    """A pod gets a pair of GPUs with NVLink on one NUMA node, and the GPUs' device nodes; the NVML library is fake.
 
-    The GPUs are allocatable only when /dev/nvidia-uvm exists. An XID of a GPU lowers allocatable by one.
+    The GPUs are allocatable only when /dev/nvidia-uvm exists. An XID (a GPU's error) lowers allocatable by one.
     """
     machine = FakeGpus(directory / "machine", build_library(tmp_path))
     monkeypatch.setenv("FAKE_NVML", str(machine.state))
@@ -255,7 +255,7 @@ def test_gpus_of_a_made_library_reach_containers_with_their_numa_nodes(
         (dev / name).unlink(missing_ok=True)
         null(dev / name)
     gpus = NvidiaSource(NvidiaConfig(injection="nodes"), places=machine.places, resource="nvidia.com/gpu", period=1)
-    (dev / "nvidia-uvm").unlink()  # as on a headless node on which no program has made it yet
+    (dev / "nvidia-uvm").unlink()  # as on a headless node on which no program has made this node yet
     with served(gpus):
         restricted.wait_for(lambda: restricted.capacity("nvidia.com/gpu") == 8, 30, "the GPUs are listed")
         assert restricted.allocatable("nvidia.com/gpu") == 0

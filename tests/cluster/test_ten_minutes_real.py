@@ -1,7 +1,7 @@
 """The commands of docs/limits-to-claims.md on the real node: each command prints what the page shows.
 
-tests/pages.py has the rules of the page. `TEN_MINUTES=record` writes the commands' outputs into the page where they
-differ from it; check the difference then.
+tests/pages.py has the rules by which the page is read. `TEN_MINUTES=record` writes the commands' outputs into the page
+where they differ from the page; check the change before its commit.
 
 Differences from a reader's cluster: the image is imported, not built by Docker (commands of BEFORE are not run), and
 the agent sees only the cgroups of this run.
@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "limits-to-claims.md"
 BEFORE = ("pip ", "docker ")
 LOOKS = ("kubectl get ", "kubectl logs ", "dra-bridge status")
-"""Commands that change nothing: they are run again until their output is the page's."""
+"""Commands that change nothing: the test runs them again until their output is that of the page."""
 PATIENCE = 60.0
 RECORD = os.environ.get("TEN_MINUTES") == "record"
 DEVICES = [Path(f"/dev/ttyS{number}") for number in range(4)]

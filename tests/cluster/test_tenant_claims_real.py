@@ -1,4 +1,4 @@
-"""Claims of an unprivileged tenant that are large, many or malformed do not stop the agent's moves."""
+"""Claims of an unprivileged tenant that are large, many or malformed do not stop the moves of devices."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def claim(bridge: Bridge, name: str, annotation: str = "", parameters: str = "{}
 
 
 def heavy(bridge: Bridge, api: Api) -> None:
-    """Make 200 claims with annotation and parameters of the maximum size; JSON encodes each < in six bytes."""
+    """Make 200 claims of about WEIGHT bytes; JSON encodes each < of their annotations in six bytes."""
     text = "<" * 170_000
     parameters = json.dumps({"text": "x" * 10_200})
 
@@ -88,7 +88,7 @@ def heavy(bridge: Bridge, api: Api) -> None:
 
 
 def ordinary(bridge: Bridge, api: Api) -> None:
-    """Make as many claims as large clusters have."""
+    """Make 3,000 small claims; with CLUSTER_LONG 30,000, as many as large clusters have."""
     note, names = "x" * 1_500, (f"ordinary-{number}" for number in range(30_000 if LONG else 3_000))
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda name: made(api, claims_path(bridge), claim(bridge, name, note)), names))
@@ -131,7 +131,7 @@ def highest(bridge: Bridge) -> int:
 def test_devices_return_to_the_plugin_side_beside_claims_of_a_tenant(
     bridge: Bridge, make: Callable[[Bridge, Api], None]
 ) -> None:
-    """A tenant has made such claims: devices still return to the plugin side, and the API server is not called lost.
+    """Devices still move back from DRA after a tenant has made such claims, and the agent logs no lost API server.
 
     The agent's peak memory grows by less than 64 MiB.
     """

@@ -37,7 +37,7 @@ def set_image(deployed: Deployed, image: str) -> None:
 
 
 def unready(pod: Pod) -> str:
-    """Return why an agent's pod is not ready; "" if it is."""
+    """Return why an agent's pod is not ready; "" if the pod is ready."""
     try:
         get(pod, "/readyz")
     except urllib.error.HTTPError as error:
@@ -46,7 +46,7 @@ def unready(pod: Pod) -> str:
 
 
 def other_pod(deployed: Deployed, agent: Pod) -> Pod:
-    """Wait for the pod that replaces this agent's pod; return the new pod when its container runs and answers."""
+    """Wait for the pod that replaces this agent's pod; return the new pod when it runs and answers HTTP requests."""
 
     def other() -> Pod | None:
         found = [pod for pod in deployed.pods() if pod.uid != agent.uid and "deletionTimestamp" not in metadata(pod)]
@@ -96,7 +96,7 @@ def wait_states(deployed: Deployed, **wanted: int) -> None:
 
 
 def share(deployed: Deployed, text: str) -> None:
-    """Request a share by `migrate`, without waiting for the moves."""
+    """Request with `migrate` how many devices are for claims, without waiting for the moves."""
     deployed.run_cli("migrate", deployed.cluster.node_name, "--driver", DRIVER, "--share", text)
 
 
@@ -129,9 +129,9 @@ def test_max_surge_by_hand(deployed: Deployed) -> None:
 
 
 def test_a_new_image_with_a_broken_file(deployed: Deployed) -> None:
-    """A new image comes with a broken config file: the new agent serves the last good file, and is not ready.
+    """A new image comes with a broken config file: the new agent uses the last valid file, and is not ready.
 
-    It states the reason. It is ready after the file is repaired.
+    The agent states the reason. It is ready after the file is repaired.
     """
     cluster, agent = deployed.cluster, deployed.agent()
     plain, user, held = deployed.both_doors()
@@ -183,7 +183,7 @@ def test_upgrade_and_rollback_in_the_middle_of_a_move(deployed: Deployed) -> Non
     waits.wait_running()
     assert held_by(waits) == device
     wait_states(deployed, dra=4)
-    # Back to the plugin side, and back to the former image.
+    # The devices are to move back to the device plugin, and the agent gets the former image again.
     share(deployed, "none")
     wait_states(deployed, to_plugin=4)
     cluster.kubectl("rollout", "undo", "daemonset/dra-bridge", ON)

@@ -3,7 +3,8 @@
 ``tests.cluster.locks`` describes how an overlap is detected. In most scenarios, pods by limits hold the devices of
 resource a, which have to move to claims (state to-dra). Claims hold the devices of resource b, which have to move to
 the plugin (to-plugin). A pod waits for a device of each resource, so a device that is granted too early goes to this
-pod, and overlaps. With CLUSTER_LONG in the environment all combinations of parameters run, otherwise some of them.
+pod, which is then a second holder. With CLUSTER_LONG in the environment all combinations of parameters run, otherwise
+some of them.
 """
 
 from __future__ import annotations
@@ -182,10 +183,10 @@ class Scene(sides.Scene):
             self.wait(manifest)
 
     def wait(self, manifest: Mapping[str, Any]) -> None:
-        """Start a pod for which there is no device now, and wait until it is unschedulable.
+        """Start a pod for which there is no device now, and wait until the pod is unschedulable.
 
         The kubelet may report the number of devices from before a move once more. Then the scheduler binds the pod, the
-        kubelet refuses it, and it is made again.
+        kubelet refuses the pod, and this method makes the pod again.
         """
         name = manifest["metadata"]["name"]
         self.waiting[name] = dict(manifest)
@@ -209,7 +210,7 @@ class Scene(sides.Scene):
         return next(one.key for one in locks.holders() if one.uid == pod.uid)
 
     def claimed(self, letter: str) -> Pod:
-        """Serve one device with `share: all`, and start a pod that holds it by a claim; return the pod."""
+        """Serve one device, which is for claims, and start a pod that holds it by a claim; return the pod."""
         self.nodes(letter, 1)
         self.serve(resource(letter, "all"))
         self.agents.wait_offered(1)
@@ -327,7 +328,7 @@ class Scene(sides.Scene):
         manifest.parent.mkdir(exist_ok=True)
         self.cluster.kubelet_config["staticPodPath"] = str(manifest.parent)
         self.cluster.restart_kubelet()
-        self.cluster.wait_reported()  # a static pod that comes before the plugin is registered is refused for good
+        self.cluster.wait_reported()  # the kubelet refuses a static pod for good if the plugin is not registered yet
         self.cluster.wait_allocatable(named(resource), 1)
         body = plain(name, resource, ignores_term=True, terminationGracePeriodSeconds=60)
         manifest.with_suffix(".new").write_text(json.dumps(body))
@@ -357,7 +358,7 @@ class Scene(sides.Scene):
         self._cni.write_text(self._network)
 
     def admitted(self, name: str, resource: str) -> Pod:
-        """Start a pod while the network is not ready; its init container has the device. Wait until it is admitted."""
+        """Start a pod whose init container has the device, without a ready network; wait until the pod is admitted."""
         init = [locks.container("init", {named(resource): 1})]
         spec: dict[str, Any] = {
             "nodeName": self.cluster.node_name,
@@ -403,13 +404,13 @@ class Scene(sides.Scene):
 
         self.cluster.wait_for(ended, 60, "the static pod has ended")
 
-    # What is seen.
+    # What the tests observe.
 
     def note_holders(self) -> None:
         self.before = len(locks.holders())
 
     def overlaps(self) -> list[str]:
-        """Return the containers, with the device, that did not get the lock of a device that they have."""
+        """Return each container that did not get the lock of a device that it has, with the key of the device."""
         return [f"{one.pod}/{one.container}: {one.key}" for one in locks.notes() if one.what == "failed"]
 
     def released(self) -> list[str]:
@@ -440,9 +441,9 @@ class Scene(sides.Scene):
                 self.cluster.api.patch("Pod", name, {"metadata": {"annotations": annotations}})
 
     def handed_on(self, end: Callable[[], object], old: Iterable[str], *new: str, limit: float = LIMIT) -> None:
-        """Call `end`, which ends the pods `old` (UIDs), and wait until the pods `new` have their devices.
+        """Call `end`, which ends the pods `old` (UIDs), and wait until the pods `new` have the devices of these pods.
 
-        Add the seconds between the end of the last old container and the last grant to `seconds`.
+        Add the seconds from the end of the last old container until the last new pod has its device to `seconds`.
         """
         uids = set(old)
 
@@ -474,7 +475,7 @@ class Scene(sides.Scene):
         self.seconds.append(max(0.0, max(times[name] for name in new) - ended))
 
     def handed_to_anybody(self, pod: Pod, limit: float = 60) -> None:
-        """Delete a pod and wait until any other one has got its device."""
+        """Delete a pod and wait until any other pod has got its device."""
         uid, key = pod.uid, self.key(pod)
         pod.delete()
         self.cluster.wait_for(lambda: not locks.pids(uid), LIMIT, "the container has ended")
@@ -559,7 +560,7 @@ class TestSides(SidesScenarios):
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_container_restarts_after_the_checkpoint_was_lost(scene: Scene, count: int) -> None:
-    """A container that restarts after the checkpoint's loss gets a device; another pod gets only the other device."""
+    """A container that restarts after the loss of the kubelet's checkpoint gets a device that no other pod gets."""
     scene.begin(a=(count, "none"))
     pod = scene.pod("a0", "a", restartPolicy="Always")
     scene.running(pod)
@@ -594,7 +595,7 @@ def test_a_container_restarts_after_the_checkpoint_was_lost(scene: Scene, count:
 
 
 def test_log_of_the_ledger_is_lost(scene: Scene) -> None:
-    """SQLite's log of the ledger and the checkpoint are lost: the agent knows the holder from the newer copy file."""
+    """The log file of the agent's SQLite ledger and the kubelet's checkpoint are lost: a copy file names the holder."""
     scene.begin(a=(1, "none"))
     scene.agents.stop()
     scene.agents.start()
@@ -668,7 +669,7 @@ def handed_on_at_its_end(scene: Scene, pod: Pod, other: Pod) -> None:
 
 @pytest.mark.parametrize("successor", ["bridge", "plugin"])
 def test_an_agent_of_another_name_knows_what_hangs(scene: Scene, successor: str) -> None:
-    """A pod was deleted by force but still runs: another agent knows it from the former agent's copy of allocations."""
+    """A pod was deleted by force but still runs: another agent knows the pod from the former agent's copy file."""
     scene.nodes("a", 2)
     scene.stack.callback(remove_ledger, "other")
     scene.serve(resource("a", "none"))
@@ -684,7 +685,7 @@ def test_an_agent_of_another_name_knows_what_hangs(scene: Scene, successor: str)
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL], ids=["sigterm", "sigkill"])
 def test_a_plugin_alone_knows_what_hangs_after_its_restart(scene: Scene, how: signal.Signals) -> None:
-    """A pod was deleted by force but still runs: a restarted plugin without a ledger knows it from its copy file."""
+    """A pod was deleted by force but still runs: a restarted plugin without a ledger knows it from a copy file."""
     scene.nodes("a", 2)
     scene.serve(resource("a", "none"))
     scene.agents.stop()
@@ -738,7 +739,7 @@ def test_a_second_agent_of_another_name(scene: Scene) -> None:
 
 
 def test_the_runtime_has_forgotten_a_process(scene: Scene) -> None:
-    """A process that is left in a pod's cgroup holds the claim's device until the kubelet kills it.
+    """A process left in the cgroup of a claim's pod holds the claim's device until the kubelet kills the process.
 
     Such a process may be the `runc init` of a container that containerd was creating when the kubelet ended.
     """
@@ -816,7 +817,7 @@ def test_plugin_follows_bridge(scene: Scene, how: str) -> None:
         scene.cluster.wait_for(lambda: "waiting for it to end" in agents.log(), LIMIT, "the bridge waits")
         plugin.terminate()
         plugin.wait(20)
-    # If the plugin's side has no device, DRA serves a pod by limits, too.
+    # While the device plugin has no device, DRA serves a pod by limits, too.
     del scene.waiting["wants-plain"]
     scene.cluster.pod("wants-plain").delete(0)
     scene.wait(claimer("wants-claim", "a"))
@@ -825,7 +826,7 @@ def test_plugin_follows_bridge(scene: Scene, how: str) -> None:
 
 
 def damage(how: str) -> None:
-    """Damage all files of the ledger in this way."""
+    """Damage all files of the agent's ledger. how: removed, zero (emptied), truncated, or garbage (random bytes)."""
     for file in LEDGER.parent.glob(f"{LEDGER.name}*"):
         if how == "removed":
             file.unlink()
@@ -847,7 +848,7 @@ DAMAGED = [
 
 @pytest.mark.parametrize(("how", "successor"), DAMAGED)
 def test_ledger_is_damaged(scene: Scene, how: str, successor: str) -> None:
-    """An agent that starts with a damaged ledger grants no device that another pod or claim holds."""
+    """An agent that starts with a damaged ledger (its file of holders) grants no device that a pod or claim holds."""
     pod, user = one_of_each(scene)
     scene.wait(plain("wants-plain", "a"))
     scene.wait(claimer("wants-claim", "a"))
@@ -893,7 +894,7 @@ def test_driver_is_renamed(scene: Scene, how: str) -> None:
     scene.wait(claimer("wants-claim", "renamed"))
     try:
         scene.observe(6)
-        # One of the two waiting pods gets the device, on whichever side the device is now.
+        # One of the two waiting pods gets the device, which may be for limits or for claims now.
         scene.handed_to_anybody(pod)
     finally:
         scene.after = len(locks.holders())
@@ -905,7 +906,7 @@ def test_driver_is_renamed(scene: Scene, how: str) -> None:
 
 
 def test_driver_is_renamed_beside_pods_by_limits(scene: Scene) -> None:
-    """A driver is renamed while DRA serves three pods by limits: a new pod gets the device of the first that ends.
+    """A driver is renamed while DRA serves three pods by limits: a new pod gets the device of the first pod that ends.
 
     A kubelet restart then ends no pod.
     """
@@ -936,7 +937,7 @@ def test_driver_is_renamed_beside_pods_by_limits(scene: Scene) -> None:
 
 @pytest.mark.parametrize("share", ["none", "all"])
 def test_resource_and_driver_are_renamed(scene: Scene, share: str) -> None:
-    """A new resource and driver list a held device under another id: no other pod gets the device while it is held."""
+    """Resource and driver are renamed, and a held device has another id: no other pod gets it while it is held."""
     scene.nodes("a", 1)
     agents = scene.serve(resource("a", share))
     if share == "none":
@@ -1053,10 +1054,10 @@ def test_aliases_of_a_node(scene: Scene) -> None:
 
 
 def reboot(scene: Scene, agent: str = "after the kubelet") -> None:
-    """Simulate a reboot: kill all programs and containers, empty directories of /run, and change the boot id.
+    """Simulate a reboot: end the node's programs and containers, empty directories of /run, and change the boot id.
 
     agent: when the agent starts: `after the kubelet`, `before the kubelet`, `plugin before the kubelet` (`deviceplugin
-    run`), or `later`, which is not in this function. `before`: the kubelet starts after the agent's READY notification.
+    run`), or `later`, by the caller. With `before`, the kubelet starts after the agent's READY notification.
     """
     cluster = scene.cluster
     scene.agents.kill()
@@ -1119,13 +1120,13 @@ def test_pods_by_limits_after_a_reboot(scene: Scene, agent: str) -> None:
 
 @pytest.mark.parametrize("api", ["up", "down"])
 def test_node_reboots(scene: Scene, api: str) -> None:
-    """After a reboot, restarted containers share no device, and a failed pod's device moves to the waiting pod."""
+    """After a reboot, no two containers have one device, and the device of a failed pod goes to the waiting pod."""
     plains, claimers = scene.both()
     if api == "down":
         scene.cluster.stop_apiserver()
     reboot(scene)
     if api == "down":
-        scene.observe(5)  # the kubelet lists no pod in this time
+        scene.observe(5)  # without the API server, the kubelet lists no pod in this time
         start_api_server(scene.cluster)
 
     def over() -> bool:
@@ -1169,7 +1170,7 @@ def last_cluster(shared_cluster: Shared) -> Iterator[None]:
 
 @pytest.mark.usefixtures("last_cluster")
 def test_etcd_is_restored(scene: Scene) -> None:
-    """etcd is restored from an older copy: the agent takes held devices out of the slices, and follows a new share."""
+    """etcd is restored from an older copy: the agent takes held devices out of the slices, and later moves devices."""
     cluster = scene.cluster
     data, copy = cluster.directory / "etcd", cluster.directory / "etcd-copy"
     control_plane = ("kube-controller-manager", "kube-scheduler", "kube-apiserver", "etcd")
