@@ -98,7 +98,7 @@ def restart() -> None:
 
 def allocate() -> None:
     """Compare Allocate of the framework with Allocate of a servicer that is written without the framework."""
-    rounds, calls, seconds = (20, 50, 0.1) if QUICK else (100, 100, 0.2)  # short turns: both see the same load
+    rounds, calls, seconds = (20, 50, 0.1) if QUICK else (100, 100, 0.2)  # short turns: both programs see the same load
     request = pb.AllocateRequest(container_requests=[pb.ContainerAllocateRequest(devices_ids=["dev-3"])])
     with Kubelet() as node, contextlib.ExitStack() as stack:
         rival_address = f"unix:{node.root / 'bare.sock'}"
@@ -114,7 +114,7 @@ def allocate() -> None:
             stubs.append(pb_grpc.DevicePluginStub(channel))
         answers = [stub.Allocate(request) for stub in stubs]
         for one in answers[0].container_responses:
-            one.ClearField("annotations")  # the devices' identities for the checkpoint; only the framework's
+            one.ClearField("annotations")  # only the framework's response has them: the devices' identities
         assert answers[0] == answers[1], "both must do the same"
         p50 = in_turn(stubs, request, rounds, calls)
         result("Allocate p50, one caller", p50[0], "ms", None)
@@ -334,7 +334,7 @@ def client() -> None:
 
 
 def claims() -> None:
-    """Measure the list of all claims that a move to the plugin side needs, for few, many, and large claims."""
+    """Measure the list of all claims that a device's move from DRA to the plugin needs, for few, many, large claims."""
     few = bench_claims.measure(10, 2_000)
     for what, count, size in (("10", 10, 2_000), ("30,000", 30_000, 2_000), ("200 of 500 kB", 200, 500_000)):
         listed = bench_claims.measure(count, size)

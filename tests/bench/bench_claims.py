@@ -1,4 +1,4 @@
-"""Measures one list of all claims of a cluster, as a move to the plugin side needs it: bytes, seconds, peak memory.
+"""Measures one list of all claims, as a device's move from DRA to the plugin needs it: bytes, seconds, peak memory.
 
 `python -m tests.bench claims` runs the measurement. The client is a separate process that runs this module. The server
 encodes the claims in advance, so that the measured time is mostly the client's.

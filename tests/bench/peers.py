@@ -41,7 +41,10 @@ from tests.programs import ANY_CONFIG, image_environment
 DEVICES = Path("/dev/peers")
 """The directory of the device nodes, in the node's own /dev as usual."""
 EACH = 32
-"""Number of devices of each agent and side, so large that a round never needs devices of the previous round."""
+"""Number of devices of each program for limits, and for claims.
+
+The number is so large that a round never needs devices of the previous round.
+"""
 SIZES = (4, 16)
 """Numbers of pods that start at the same time."""
 MAJOR = 240
@@ -107,7 +110,7 @@ def cpu_of(process: int) -> float:
 
 
 class ImageBridge(Bridge):
-    """The agent with both sides as in its image: with the image's environment variables, and without a debug log."""
+    """The agent with device plugin and DRA driver, with its image's environment variables and without a debug log."""
 
     def start(self, *arguments: str) -> None:
         """Start the agent."""
@@ -249,7 +252,7 @@ def agents(cluster: Cluster) -> Iterator[list[Side]]:
 
 
 def measure(cluster: Cluster, side: Side, size: int, title: str) -> None:
-    """Start `size` pods at the same time, then delete them together, and add their calls' durations to the side's.
+    """Start `size` pods at the same time, then delete them together, and add their calls' durations to a `Side`.
 
     title: the beginning of the pods' names.
     """
@@ -274,7 +277,7 @@ def measure(cluster: Cluster, side: Side, size: int, title: str) -> None:
 
 @dataclass(frozen=True)
 class Limit:
-    """The maximum ratio of a side's mean to another side's mean, with SIZES[0] pods.
+    """The maximum ratio of a `Side`'s mean to another `Side`'s mean, with SIZES[0] pods.
 
     operation: the operation whose duration is compared; "" for the CPU seconds. beside: the name of the other side.
     most: the maximum ratio.

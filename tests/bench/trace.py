@@ -1,18 +1,18 @@
-"""Counts the functions and modules of the product that one call, or one step of a move, uses.
+"""Counts the functions and modules of the product that one call of the kubelet, or one move of a device, uses.
 
     python -m tests.bench.trace
 
-An agent with both sides serves four simulated devices to the fake node, two of them for claims. One pod with a device
-by limits starts. Then a pod with a claim starts and ends. Then the Node's annotation requests a third device for
-claims.
+An agent with device plugin and DRA driver serves four simulated devices to the fake node, two of them for claims. One
+pod with a device by limits starts. Then a pod with a claim starts and ends. Then the Node's annotation requests a third
+device for claims: a device moves from the plugin to DRA.
 
 A path is the code that handles one call. It begins with the product's method that has the call's name. The path of the
 move begins where `Handover.run` continues. A path includes the code in its first task, in the tasks that this task
 starts, and in the worker threads for which these tasks wait, until all these tasks have ended. The code is observed by
 `threading.setprofile`. A context variable, which tasks and `asyncio.to_thread` inherit, assigns it to the path. A move
-wakes other tasks (device lists, slices), which are not counted. A move also requests a scan for holders from another
-task, and waits for the result. This scan is traced as a separate path, "evidence". It begins with `HolderScanner.read`,
-and includes all scans until the end of the move.
+wakes other tasks (device lists, slices), which are not counted. A move also requests a scan for the pods that hold
+devices from another task, and waits for the result. This scan is traced as a separate path, "evidence". It begins with
+`HolderScanner.read`, and includes all scans until the end of the move.
 
 The number of functions is the number of distinct pairs of file and qualified name, in both packages without `wire` and
 `testing`. In Python 3.11, a comprehension counts as a function. Since 3.12, it is part of the surrounding function, so
@@ -64,7 +64,7 @@ TIMEOUT: Final = 30.0
 
 
 class Size(NamedTuple):
-    """The number of functions and modules of a path."""
+    """The number of functions and modules of a path (a traced call)."""
 
     functions: int
     modules: int
@@ -77,8 +77,10 @@ LIMITS: Final = {
     "move": Size(131, 29),
     "evidence": Size(254, 39),
 }
-"""The maximum sizes of the paths, which tests/test_trace.py checks. A change that shortens a path should lower its
-limit."""
+"""The maximum sizes of the paths (traced calls), which tests/test_trace.py checks.
+
+A change that shortens a path should lower its limit.
+"""
 GOALS: Final = {"Allocate": Size(85, 15), "NodePrepareResources": Size(130, 22), "move": Size(175, 23)}
 
 
@@ -111,7 +113,7 @@ def is_counted(code: CodeType) -> bool:
 
 @dataclass(slots=True, eq=False)
 class Trace:
-    """The code that one path has used.
+    """The code that one path (a traced call) has used.
 
     begins: a function that returns whether the path begins with a code object. calls: how often each code object was
     entered; a coroutine is entered again each time that it continues. tasks: the tasks that the path has started.
@@ -125,13 +127,13 @@ class Trace:
 
     @property
     def size(self) -> Size:
-        """The path's number of functions and modules."""
+        """The number of functions and modules that the traced call has used."""
         names = {(code.co_filename, code.co_qualname) for code in self.calls}
         return Size(len(names), len({file for file, _ in names}))
 
     @property
     def idle(self) -> bool:
-        """Whether the path has begun, and all its tasks have ended."""
+        """Whether the traced call has begun, and all its tasks have ended."""
         return self.begun and all(task.done() for task in tuple(self.tasks))
 
     def asked(self, question: str) -> int:
@@ -143,7 +145,7 @@ _RUNNING: Final[contextvars.ContextVar[Trace | None]] = contextvars.ContextVar("
 
 
 class Tracer:
-    """Traces paths in the threads that start while the context `installed` is active."""
+    """Traces paths (calls) in the threads that start while the context `installed` is active."""
 
     def __init__(self) -> None:
         self._next: tuple[Trace, ...] = ()

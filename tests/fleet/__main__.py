@@ -1,8 +1,9 @@
 """``python -m tests.fleet`` (or `tox -e fleet`): measures the requests of a fleet of agents to a real API server.
 
 It writes docs/scale.md, where each part has its sections, and fails if a limit is missed. It needs root, and Go for
-programs that are not built yet. Parts: growth (rest, moves and claims at each size, then a restart of the API server,
-and the Go example driver beside it), rest, commands, node, load.
+programs that are not built yet. The arguments are parts: `growth` observes fleets of several sizes at rest, moves their
+devices from plugin to DRA, and runs claims; then it restarts the API server, and runs Go example drivers beside the
+agents. `rest` observes a fleet for a longer time while nothing changes. The others are `commands`, `node` and `load`.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def in_words(requests: Counts) -> str:
 
 
 def limits_of_growth(sizes: Sequence[Size]) -> list[Limit]:
-    """Return the limits of a growing fleet."""
+    """Return the limits for a growing fleet, with its figures."""
     first, last = sizes[0], sizes[-1]
     return [
         Limit("requests of an agent whose 8 devices move", max(total(one.move) for one in sizes), MOVE_REQUESTS),
@@ -79,7 +80,7 @@ def limits_of_growth(sizes: Sequence[Size]) -> list[Limit]:
 
 
 def limits_of_restart(one: Restart) -> list[Limit]:
-    """Return the limits of a restart of the API server."""
+    """Return the limits for a restart of the API server, with its figures."""
     others = sum(number for schema, number in one.rejected.items() if schema not in OURS)
     return [
         Limit("seconds until all agents are in step", one.in_step, IN_STEP, "s"),
@@ -186,7 +187,7 @@ def page_of_peers(ours: Size, others: Peers | None) -> str:
 
 
 def limits_of_peers(ours: Size, others: Peers) -> list[Limit]:
-    """Return the limits beside the Go driver."""
+    """Return the limits for an agent compared with the Go example driver, with the figures."""
     return [
         Limit(
             "reads for a claim, against the Go driver's", total(reads(ours.claim)) / max(1.0, total(others.claim)), 1.0
@@ -215,7 +216,7 @@ def page_of_extrapolation(sizes: Sequence[Size], restart: Restart) -> str:
 
 
 def limits_of_rest(ours: Rest, others: Peers | None) -> list[Limit]:
-    """Return the limits of rest."""
+    """Return the limits for a fleet at rest (while nothing changes), with its figures."""
     limits = [Limit("requests of an agent, a minute, beside its watches", ours.a_minute, REST_REQUESTS)]
     if others is not None:
         more = ours.a_minute - total(others.rest)
@@ -224,7 +225,7 @@ def limits_of_rest(ours: Rest, others: Peers | None) -> list[Limit]:
 
 
 def page_of_rest(ours: Rest, others: Peers | None) -> str:
-    """Return the section about rest."""
+    """Return the section about a fleet at rest (while nothing changes)."""
     rows: list[tuple[object, ...]] = [
         ("agent", ours.nodes, ours.a_minute, in_words(ours.requests), ours.watches),
     ]
@@ -257,11 +258,11 @@ KINDS: Final[dict[str, tuple[str, ...]]] = {
     "reads of one object": ("get",),
     "writes": ("",),
 }
-"""Requests other than watches, by the first words of verb and resource."""
+"""Kinds of requests other than watches, with the beginnings of a request's verb and resource."""
 
 
 def rest(options: argparse.Namespace) -> list[Limit]:
-    """Observe a fleet at rest until each watch was reopened once, and Go drivers beside it."""
+    """Observe a fleet while nothing changes, until each watch was reopened once, and Go drivers beside it."""
     with control_plane() as plane, fleet(plane, options.processes) as nodes:
         measured = parts.Measured(plane, nodes)
         measured.grow(options.agents)
@@ -296,7 +297,7 @@ def growth(options: argparse.Namespace) -> list[Limit]:
 
 
 def page_of_commands(count: int, found: Sequence[Command], scan: tuple[int, float, int]) -> str:
-    """Return the section about commands."""
+    """Return the section about the commands `status` and `rollout`."""
     head = ("command", "s to its first line", "its CPU until then", "s", "MB", "lines", "requests", "of them")
     rows = [
         (one.name, one.first, one.cpu, one.seconds, one.mb, one.lines, total(one.requests), in_words(one.requests))
@@ -316,7 +317,7 @@ def page_of_commands(count: int, found: Sequence[Command], scan: tuple[int, floa
 
 
 def limits_of_commands(count: int, found: Sequence[Command]) -> list[Limit]:
-    """Return the limits of commands."""
+    """Return the limits for the commands `status` and `rollout`, with their figures."""
     return [
         *(Limit(f"{one.name}: seconds to its first line", one.first, FIRST_OUTPUT, "s") for one in found),
         *(Limit(f"{one.name}: resident MB", one.mb, COMMAND_MB, "MB") for one in found),

@@ -26,7 +26,11 @@ NODE: Final = "authentication.kubernetes.io/node-name"
 
 
 class Request(NamedTuple):
-    """A request. at: Unix seconds of its arrival. node: that of the token. what: a resource, or a path. code: HTTP."""
+    """A request to the API server.
+
+    at: Unix seconds of its arrival. node: the node to which the client's token is bound. what: a resource, or a path.
+    code: the HTTP status.
+    """
 
     at: float
     user: str
@@ -46,7 +50,7 @@ class Log:
         self._seen: set[str] = set()
 
     def more(self) -> list[Request]:
-        """Return the requests that were logged since the last call. A long one counts when it begins."""
+        """Return the requests that were logged since the last call. A watch counts when it begins."""
         with self._path.open("rb") as file:
             file.seek(self._offset)
             content = file.read()
@@ -92,7 +96,10 @@ def counts(requests: Iterable[Request]) -> Counter[tuple[str, str]]:
 
 
 class Spread(NamedTuple):
-    """How requests are spread. seconds: from the first to the last one. most: of those in one second."""
+    """How requests are spread over time.
+
+    seconds: from the first to the last request. most: the number of requests in the busiest second.
+    """
 
     number: int
     seconds: float

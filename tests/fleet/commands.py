@@ -1,4 +1,4 @@
-"""Costs of `status` and `rollout` for many nodes: Node objects, Leases and slices as agents write them, no agents."""
+"""Measures `status` and `rollout` for many nodes, with Leases and slices as agents write them, without agents."""
 
 from __future__ import annotations
 
@@ -39,14 +39,15 @@ PUBLISHED: Final = [
     for number in range(DEVICES)
 ]
 TRIES: Final = 4
-"""Runs of `status`: the first one compiles its modules, and the machine may do other work meanwhile."""
+"""Number of runs of `status`, of which the fastest counts, as the first run compiles modules."""
 
 
 @dataclass
 class Command:
-    """A command's run. first, cpu: seconds and its CPU seconds until its first line. seconds: of all of it.
+    """The figures of a command's run.
 
-    mb: the most that was resident. requests: by verb and resource. line: the first one.
+    first: seconds until its first line. cpu: CPU seconds until its first line. seconds: until its end. mb: its peak
+    resident memory. requests: their number by verb and resource. line: the first line.
     """
 
     name: str
@@ -61,7 +62,7 @@ class Command:
 
 
 def report(share: str, requested: str) -> str:
-    """Return an agent's report of devices that are all on one side."""
+    """Return the report of an agent whose devices are all for claims, or all for limits."""
     state = State.DRA if share == "all" else State.PLUGIN
     devices = {f"sim-{number}": DeviceProgress(state, int(time.time())) for number in range(DEVICES)}
     resources = {RESOURCE: ResourceProgress(share, {state.value: DEVICES}, devices)}
@@ -69,7 +70,11 @@ def report(share: str, requested: str) -> str:
 
 
 class Wanted(NamedTuple):
-    """A Node's annotations for its agent. share: "" for none. pool: whether a slice is wanted even without devices."""
+    """A Node's annotations for its agent.
+
+    share: the devices that are to be for claims; "" without this annotation. pool: whether the agent publishes a slice
+    even without devices for claims.
+    """
 
     share: str = ""
     pool: bool = False
@@ -81,9 +86,9 @@ class Wanted(NamedTuple):
 
 
 class Reports:
-    """A stand-in for the agents: soon after a share is requested, a Node's Lease reports that all devices have moved.
+    """A stand-in for the agents: soon after a Node's annotation requests devices for claims, it writes their report.
 
-    It publishes and withdraws the slice, too.
+    The report, in the Node's Lease, is that all devices have moved. The stand-in also makes and deletes the slice.
     """
 
     def __init__(self, plane: ControlPlane, names: Sequence[str]) -> None:
@@ -94,7 +99,7 @@ class Reports:
         self._pool = ThreadPoolExecutor(4)
 
     def make(self) -> None:
-        """Make the objects of all nodes, and a pod on each that does not run yet: such pods cost a rollout most."""
+        """Make the objects of all nodes, and on each node a pod that does not run yet, which costs a rollout most."""
         list(self._pool.map(self._make, sorted(self._names)))
 
     def _make(self, name: str) -> None:
@@ -117,7 +122,7 @@ class Reports:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Answer requests of shares while the context lasts."""
+        """Answer Nodes' requests for devices for claims while the context lasts."""
         thread = threading.Thread(target=self._keep, daemon=True)
         thread.start()
         try:
@@ -153,7 +158,7 @@ class Reports:
             if wanted.share != self._done[name].share:
                 api.patch("Lease", name, patch, NAMESPACE, api_version="coordination.k8s.io/v1")
         except (OSError, ApiError):
-            return  # The write is retried.
+            return  # `_keep` calls this method again.
         self._done[name] = wanted
 
 
@@ -236,7 +241,7 @@ def run(plane: ControlPlane, kubeconfig: Path, *arguments: str) -> Command:
 
 
 def measure(plane: ControlPlane, count: int) -> tuple[list[Command], tuple[int, float, int]]:
-    """Run both commands with `count` nodes; return their figures, and those of a list of all slices (`by_driver`)."""
+    """Run `status` and `rollout` with `count` nodes; return their figures, and the figures of a list of all slices."""
     names = names_of(count)
     reports = Reports(plane, names)
     began = time.monotonic()
@@ -257,7 +262,7 @@ def measure(plane: ControlPlane, count: int) -> tuple[list[Command], tuple[int, 
 
 
 def unrestored(plane: ControlPlane) -> list[str]:
-    """Return the nodes on which an undone rollout has left something."""
+    """Return each annotation that an undone rollout has left, with the name of its Node."""
     left: list[str] = []
     for body in plane.api.list("Node", None, "v1"):
         annotations: dict[str, Any] = body["metadata"].get("annotations") or {}

@@ -26,25 +26,25 @@ class Limit(NamedTuple):
 
 
 REST_REQUESTS = 1.0
-"""Requests of an agent at rest in a minute, without its watches."""
+"""Requests of an agent in a minute in which nothing changes, without its watches."""
 MOVE_REQUESTS = 10.0
-"""Requests of an agent for a move of all 8 devices of its node."""
+"""Requests of an agent when all 8 devices of its node move from the plugin to DRA."""
 CLAIM_READS = 1.0
 """Reads of an agent for a claim that is prepared and unprepared: one GET of the claim."""
 CLAIM_WRITES = 2.0
-"""Writes of an agent for such a claim: its Lease names the claim, and later does not."""
+"""Writes of an agent for a claim: its Lease names the claim while it is prepared, and then no longer does."""
 GROWTH = 1.25
 """Ratio of an agent's requests, received bytes and CPU time in the largest fleet to those in the smallest."""
 IN_STEP = 60.0
 """Seconds from the start of the API server's process until all agents have all their watches again."""
 SPREAD = 20.0
-"""Seconds between the first and the last list after a restart, at least."""
+"""Minimum seconds between the first and the last of the agents' lists after a restart of the API server."""
 BUSIEST = 0.15
-"""Part of these lists that may come in one second."""
+"""Maximum part of the agents' lists after a restart of the API server that come in one second."""
 FIRST_OUTPUT = 2.0
 """Seconds until `status` and `rollout` show something, on a machine that does no other work."""
 COMMAND_MB = 150.0
-"""Resident MB of these commands at the most."""
+"""Maximum resident MB of `status` and of `rollout`."""
 POD_LISTS = 0.5
 """Lists of pods that a rollout makes, for each node."""
 NODE_MB = 100.0

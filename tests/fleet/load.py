@@ -35,17 +35,18 @@ LIFE: Final = 30.0
 MOST: Final = 5.0
 """The maximum number of short pods that start in a second."""
 BUSY: Final = 0.75
-"""Part of the free devices that the short pods have at once."""
+"""Part of the devices not taken by long-running pods that the short pods have at once."""
 TIMEOUT: Final = 600.0
 
 
 @dataclass
 class Load:
-    """A load's figures. filled: pods that run all the time. rate: short pods a second. seconds: for which they came.
+    """A load's figures.
 
-    latency: seconds from a short pod's creation until it ran: median, 90th and 99th percentile. requests: of agents,
-    for each short pod. cores: that the API server used. moved: devices that a rollout moved meanwhile. failed: why pods
-    did not run. overlaps: devices that two pods had at once.
+    filled: the number of pods that run all the time. rate: short pods that start in a second. seconds: the time during
+    which short pods start. latency: seconds from a short pod's creation until it ran: median, 90th and 99th percentile.
+    requests: the agents' requests for each short pod. cores: CPU cores that the API server used. moved: devices that a
+    rollout moved meanwhile. failed: why pods did not run. overlaps: devices that two pods had at once.
     """
 
     name: str
@@ -182,19 +183,22 @@ def _short(pods: Pods, name: str, rate: float, seconds: float, claims: Iterator[
     while begun == [] or ends:
         due = began + len(begun) / rate
         if due < began + seconds and (not ends or due <= ends[0][0]):
-            time.sleep(max(0.0, due - time.monotonic()))  # This is the rate.
+            time.sleep(max(0.0, due - time.monotonic()))  # waits until the rate allows the next pod
             begun.append(f"{name}-short-{len(begun)}")
             pods.create(begun[-1], claim=next(claims))
             heapq.heappush(ends, (time.monotonic() + LIFE, begun[-1]))
         else:
             at, ended = heapq.heappop(ends)
-            time.sleep(max(0.0, at - time.monotonic()))  # So long a pod lasts.
+            time.sleep(max(0.0, at - time.monotonic()))  # waits until LIFE seconds after the pod's creation
             pods.delete(ended)
     return begun
 
 
 def rollout(kubeconfig: Path, measured: Measured, nodes: Sequence[str]) -> int:
-    """Roll out a share of one device on nodes, past those with held devices; return the number of moved devices."""
+    """Make one device of each node one for claims, by `rollout`; return the number of devices that have moved.
+
+    The rollout goes on with the next node if pods hold a node's devices.
+    """
     for node in nodes:
         measured.plane.api.patch("Node", node, {"metadata": {"labels": {"moves": "one"}}}, api_version="v1")
     command = [sys.executable, "-m", "dra_bridge", "rollout", "--driver", DRIVER, "--share", "1"]
@@ -229,7 +233,7 @@ def measure(measured: Measured, seconds: float) -> list[Load]:
 
 
 def limits(found: Sequence[Load]) -> list[Limit]:
-    """Return the limits of loads. The requests of a rollout at the same time have other limits."""
+    """Return the limits of loads. Requests during a load with a rollout have no limit here."""
     every: list[Limit] = []
     for one in found:
         every.append(Limit(f"load by {one.name}: pods that failed", len(one.failed), 0))

@@ -84,7 +84,7 @@ class Server:
         return [{"apiVersion": version, "kind": kind, **item} for item in items]
 
     def get(self, plural: str, name: str, namespace: str = "") -> Object:
-        """Return an object. Raises KeyError."""
+        """Return an object. Raises KeyError if there is none."""
         if plural == "resourceclaims":
             return self._claims[namespace, name]
         try:
@@ -204,7 +204,7 @@ class Nodes:
         self._following = asyncio.create_task(self._real.run(namespace))
 
     async def pods_found(self) -> dict[str, Any]:
-        """Return the figures of these pods."""
+        """Return the figures of the pods that `follow_pods` has run."""
         assert self._real is not None
         return await asyncio.to_thread(self._real.found)
 

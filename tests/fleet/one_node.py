@@ -25,15 +25,16 @@ from tests.programs import ANY_CONFIG
 DEVICES: Final = 300
 CLAIMS: Final = 100
 LIMITS: Final = 10
-"""Pods with limits: with those of the claims as many pods as a kubelet runs (maxPods)."""
+"""Number of pods with limits; with the pods with claims, there are as many pods as a kubelet runs (maxPods)."""
 TIMEOUT: Final = 300.0
 
 
 @dataclass
 class Use:
-    """The resources that an agent uses. mb: resident. ledger: bytes, without its log of changes, which has a limit.
+    """The resources that an agent uses.
 
-    files: open files. threads: of the process.
+    mb: resident memory. ledger: bytes of the ledger's file, without its log of changes, whose size is limited. files:
+    the number of open files. threads: the number of the process's threads.
     """
 
     mb: float
@@ -44,10 +45,12 @@ class Use:
 
 @dataclass
 class OneNode:
-    """A node's figures. first: with its devices and no pods. full: while all pods of the first round run.
+    """A node's figures.
 
-    claims: seconds until the last of the pods with claims ran that were started at once. gets: for each claim.
-    leases: writes of the Lease in all. early, late: at rest after the first rounds and after the last one, by pods.
+    first: the agent's use before the first pod. full: its use while all pods of the first round run. claims: seconds
+    until the last of the pods with claims ran, which were started at once. gets: GET requests for each claim. leases:
+    all writes of the Lease. early: the use after the first tenth of the rounds, when `early_pods` pods have ended.
+    late: the use after the last round, when all `pods` pods have ended.
     """
 
     first: Use
@@ -75,7 +78,7 @@ def at_rest(agent: Process, root: Path) -> Use:
 
 
 def start(node: FakeNode, number: int) -> list[FakePod]:
-    """Start all pods of a round at once: those with claims first."""
+    """Start all pods of a round at once, the pods with claims first."""
     classes = {device_class(RESOURCE, DRIVER)["metadata"]["name"]: 1}
 
     def one(index: int) -> FakePod:
@@ -140,7 +143,7 @@ def measure(count: int) -> OneNode:
 
 
 def limits(one: OneNode) -> list[Limit]:
-    """Return the limits of a node."""
+    """Return the limits for one node, with its figures."""
     return [
         Limit("resident MB of the agent with all pods", one.full.mb, NODE_MB, "MB"),
         Limit("resident memory after all pods against before", one.late.mb / one.early.mb, NODE_GROWTH),
@@ -152,7 +155,7 @@ def limits(one: OneNode) -> list[Limit]:
 
 
 def section(one: OneNode) -> str:
-    """Return the section of the page."""
+    """Return the section of docs/scale.md about one node."""
     states = (
         (f"{DEVICES} devices, no pods", one.first),
         (f"{CLAIMS + LIMITS} pods, {CLAIMS} of them with claims", one.full),

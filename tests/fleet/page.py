@@ -20,7 +20,7 @@ ORDER: Final = {
     "load": "What does a loaded cluster see?",
     "extrapolation": "What follows for 15,000 nodes?",
 }
-"""The sections by part, in their order."""
+"""The headings of the page's sections by the sections' keys, in their order on the page."""
 TITLE: Final = """# How many nodes can run agents?
 
 No figure here is a guess: `tox -e fleet` measures them, writes this page, and fails if a limit is missed.
@@ -36,7 +36,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 
 def cell(value: object) -> str:
-    """Return a value as a cell: numbers with as many digits as matter."""
+    """Return a value as the text of a cell; large numbers have fewer decimals."""
     if isinstance(value, float):
         if value == int(value) or abs(value) >= 100:
             return f"{value:,.0f}"
@@ -61,7 +61,7 @@ def sections(text: str) -> dict[str, str]:
 
 
 def write(new: Mapping[str, str], path: Path = PAGE) -> None:
-    """Write the page with these sections, by part, in place of their former texts."""
+    """Write the page with these sections, in place of their former texts; other sections stay."""
     kept = sections(path.read_text()) if path.exists() else {}
     kept |= {part: f"\n{body.strip()}\n\n" for part, body in new.items()}
     body = "".join(f"## {heading}\n{kept[part]}" for part, heading in ORDER.items() if part in kept)

@@ -31,7 +31,7 @@ Counts = dict[str, float]
 
 
 def at_rest(request: Request) -> bool:
-    """Return whether a request is made at rest: watches that are reopened, and reads of the served versions."""
+    """Return whether agents make such a request even if nothing changes: a watch, or a read of the served versions."""
     return request.verb == "watch" or request.what.startswith("/apis")
 
 
@@ -43,11 +43,11 @@ def each(requests: Iterable[Request], count: int) -> Counts:
 
 @dataclass
 class Rest:
-    """Figures of a fleet at rest.
+    """Figures of a fleet at rest, while nothing changes.
 
-    seconds: the time of observation. requests: per agent and minute, without watches. watches: opened per agent and
-    minute. server_cpu: cores. agent_cpu: % of a core for an agent and its kubelet, which reads its files every PERIOD
-    seconds. MB: resident.
+    seconds: the time of observation. requests: by kind, per agent and minute, without watches. watches: the number that
+    an agent opens in a minute. server_cpu: cores that the API server uses. agent_cpu: % of a core for an agent and its
+    kubelet, whose files the agent reads every PERIOD seconds. server_mb, agent_mb: resident memory.
     """
 
     nodes: int
@@ -68,10 +68,11 @@ class Rest:
 
 @dataclass
 class Size:
-    """Figures at one size of the fleet. start, move, claim: requests for each agent, node, claim.
+    """Figures at one size of the fleet.
 
-    list_bytes: of the lists of a starting agent, without the list of all claims. by_driver: bytes, seconds and requests
-    of a list of the driver's slices.
+    start: requests of an agent at its start. move: requests of an agent while its devices move from plugin to DRA.
+    claim: requests of an agent for a claim. list_bytes: bytes of the lists that a starting agent requests, without the
+    list of all claims. by_driver: bytes, seconds and requests of a list of the driver's slices.
     """
 
     nodes: int
@@ -85,10 +86,11 @@ class Size:
 
 @dataclass
 class Restart:
-    """Figures after a restart of the API server. Seconds count from the start of its process.
+    """Figures after a restart of the API server.
 
     lists, seconds, most: the number of the agents' lists, the time from the first to the last one, and the number in
-    the busiest second. in_step: when the last agent had all its watches. requests: per agent. rejected: by flow schema.
+    the busiest second. in_step: seconds from the start of the API server's process until all agents had all their
+    watches. requests: per agent. rejected: the number of rejected requests, by flow schema.
     """
 
     nodes: int
@@ -112,7 +114,7 @@ class Measured:
         self.last: list[Request] = []
         """The requests of all users that the last call of `requests` has read."""
         self._read: list[Request] = []
-        """The requests that were read since then."""
+        """The requests that were read from the log after the last call of `requests`."""
 
     def requests(self, user: str = AGENTS) -> list[Request]:
         """Return the requests of the agents since the last call."""
@@ -125,7 +127,10 @@ class Measured:
         return self._read
 
     def quiet(self) -> None:
-        """Wait until there was no request for QUIET seconds, except requests at rest. Raises TimeoutError."""
+        """Wait until there was no request for QUIET seconds, except those for which `at_rest` is true.
+
+        Raises TimeoutError.
+        """
         began = time.time()
 
         def over() -> bool:
@@ -203,7 +208,10 @@ class Measured:
         )
 
     def move(self, names: Sequence[str], share: str) -> Counts:
-        """Request a share for nodes and wait until all devices have moved; return the requests for each node."""
+        """Annotate Nodes with the share of devices that is to be for claims, and wait until the devices have moved.
+
+        Return the requests of the agents for each node.
+        """
         self.requests()
         with ThreadPoolExecutor(4) as pool:
             patch = rollout_fleet.share_patch(DRIVER, share)
@@ -319,7 +327,7 @@ def by_driver(plane: ControlPlane) -> tuple[int, float, int]:
 
 
 def growth(measured: Measured, sizes: Sequence[int], seconds: float) -> list[Size]:
-    """Measure rest, moves and claims at each size."""
+    """At each size, measure starts, moves of devices from plugin to DRA, claims, and the fleet while nothing changes."""
     found = []
     for size in sizes:
         measured.requests()

@@ -25,9 +25,10 @@ FIRST: Final = 9000
 
 @dataclass
 class Peers:
-    """The requests of Go drivers. start, claim: for each driver and claim. rest: for each driver in a minute.
+    """The requests of Go drivers.
 
-    beside: the agents at the same time.
+    start: requests of a driver at its start. claim: requests of a driver for a claim. rest: requests of a driver in a
+    minute in which nothing changes, without watches. beside: the figures of the agents during the same time.
     """
 
     nodes: int
@@ -39,7 +40,10 @@ class Peers:
 
 
 def measure(measured: Measured, worker: Worker, count: int, seconds: float, *, reopened: bool = False) -> Peers | None:
-    """Run `count` Go drivers beside the agents; None without the program. seconds, reopened: for the rest of both."""
+    """Run `count` Go drivers beside the agents, and return their figures; None if the program is missing.
+
+    seconds, reopened: the parameters of `Measured.rest`, by which agents and drivers are observed.
+    """
     program = peer(PROGRAM)
     if program is None:
         return None

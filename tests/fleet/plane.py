@@ -118,7 +118,7 @@ class ControlPlane(Cluster):
 
     @property
     def audit(self) -> Log:
-        """The log of the agents' requests from its begin."""
+        """The audit log of the API server (requests of ServiceAccounts only), read from its beginning."""
         return Log(self.audit_path)
 
     def add_nodes(self, names: Sequence[str], **annotations: str) -> None:

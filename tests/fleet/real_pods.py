@@ -28,7 +28,7 @@ class ClaimsOfPods(Protocol):
         """Add a claim that the real scheduler has allocated."""
 
     def release(self, name: str, namespace: str) -> None:
-        """Remove such a claim."""
+        """Remove a claim that the real scheduler has allocated."""
 
     def wake(self) -> None:
         """Have the embedded scheduler look for pods."""

@@ -28,7 +28,7 @@ def test_a_watch_counts_once_when_it_begins(tmp_path: Path) -> None:
     with path.open("a") as file:
         file.write(event(3, "list")[20:] + event(2, "watch"))
     assert counts(log.more()) == {("list", "nodes"): 1}
-    with path.open("a") as file:  # A request to a proxy is logged twice, too.
+    with path.open("a") as file:  # A request to a proxy is logged at its begin and at its end.
         file.write(event(4, "get", "ResponseStarted") + event(4, "get"))
     assert counts(log.more()) == {("get", "nodes"): 1}
     with path.open("a") as file:  # The API server has refused the credentials, as it may do while it starts.
@@ -38,7 +38,7 @@ def test_a_watch_counts_once_when_it_begins(tmp_path: Path) -> None:
 
 
 def test_a_watch_that_is_refused_counts(tmp_path: Path) -> None:
-    """A refused watch counts, though its begin is not logged. The node is that of the token."""
+    """A refused watch counts, though only its end is logged. `node` is the node to which the token is bound."""
     path = tmp_path / "audit.log"
     path.write_text(event(1, "watch", responseStatus={"code": 429}) + event(2, "get", objectRef=None))
     refused, discovery = of_user(Log(path).more(), "a:b")
@@ -46,7 +46,7 @@ def test_a_watch_that_is_refused_counts(tmp_path: Path) -> None:
 
 
 def test_the_busiest_second_counts(tmp_path: Path) -> None:
-    """`spread` returns the number of lists, the time from first to last, and the number in the busiest second."""
+    """`spread` returns the number of requests, the time from first to last, and the number in the busiest second."""
     path = tmp_path / "audit.log"
     path.write_text("".join(event(number, "list", second=at) for number, at in enumerate((1.0, 1.5, 1.9, 4.0))))
     assert spread(Log(path).more()) == (4, 3.0, 3)
@@ -54,7 +54,7 @@ def test_the_busiest_second_counts(tmp_path: Path) -> None:
 
 
 def test_a_part_writes_its_own_sections(tmp_path: Path) -> None:
-    """Sections that a run has not measured stay, and all have their order."""
+    """A part of a run replaces its own section of the page; other sections stay, and the order stays the same."""
     path = tmp_path / "scale.md"
     page.write({"restart": "second", "growth": "first"}, path)
     page.write({"growth": "new"}, path)

@@ -27,7 +27,10 @@ def test_a_node_that_grows_misses_limits() -> None:
 
 
 def test_a_load_with_pods_that_fail_or_share_a_device_misses_limits() -> None:
-    """Failed pods, shared devices, pods that never ran and reads miss 4 limits; during a rollout, only the first 2."""
+    """Failed pods, devices that two pods had, pods that never ran, and too many reads each miss a limit.
+
+    During a rollout only the first two have a limit.
+    """
     assert missed(LOAD) == []
     wrong = replace(LOAD, ran=95, failed=["why"], overlaps=["two"], requests={"get resourceclaims": 1.5})
     assert len(missed(wrong)) == 4
