@@ -327,7 +327,7 @@ def by_driver(plane: ControlPlane) -> tuple[int, float, int]:
 
 
 def growth(measured: Measured, sizes: Sequence[int], seconds: float) -> list[Size]:
-    """At each size, measure starts, moves of devices from plugin to DRA, claims, and the fleet while nothing changes."""
+    """At each size, measure starts, moves of devices from plugin to DRA, claims, and a time without changes."""
     found = []
     for size in sizes:
         measured.requests()
