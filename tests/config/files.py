@@ -37,7 +37,7 @@ def resource(text: str) -> ResourceConfig:
 
 
 def problems(text: str) -> tuple[document.Problem, ...]:
-    """Return what is wrong with this, nothing if it can be used."""
+    """Return the problems of a config file's text; an empty tuple if it is valid."""
     try:
         parse(text)
     except ConfigError as error:
@@ -53,7 +53,7 @@ def refused(text: str | bytes) -> ConfigError:
 
 @functools.cache
 def bombs() -> dict[str, tuple[str, str]]:
-    """Return files that would take a careless reader minutes or gigabytes, with what the error says."""
+    """Return files that would take a careless reader minutes or gigabytes, each with the text of its error."""
     good = "resources:\n- name: example.com/a\n  devices: [path: /dev/a]\n"
     levels = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
     levels += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 10)]

@@ -198,7 +198,7 @@ CORAL = [{"vendor": "1a6e", "product": "089a"}, {"vendor": "18d1", "product": "9
     ids=["one group", "two groups"],
 )
 def test_ids_of_one_usb_device(groups: str) -> None:
-    """Both USB ids of a Coral accelerator become one entry, because it changes its id."""
+    """Both USB ids of a Coral accelerator become one entry, because the accelerator changes its id."""
     text = f'devices: [{{"name": "coral", "groups": {groups}}}]'
     assert resources(text)["squat.ai/coral"]["devices"] == [{"usb": CORAL}]
 

@@ -23,7 +23,7 @@ def test_billion_laughs_end_early() -> None:
     levels = ["a0: &a0 {path: /dev/x}"]
     levels += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 9)]
     nested = "\n".join(levels) + "\nresources:\n- &r {name: a/b, devices: [" + "path: /dev/x, " * 1000 + "]}\n"
-    assert "unknown key" in str(refused(nested))  # never followed: no such key
+    assert "unknown key" in str(refused(nested))  # the aliases below an unknown key are not followed
     wide = "resources:\n- &r {name: a/b, devices: &d [" + "{path: /dev/x}, " * 1000 + "]}\n" + "- *r\n" * 1000
     assert "once its aliases are followed" in str(refused(wide))
     merged = "x: &m0 {a: b}\n" + "".join(
@@ -73,7 +73,7 @@ def test_control_characters_are_shown_escaped(text: str) -> None:
 
 
 def test_a_text_that_ends_in_an_open_quote_is_refused() -> None:
-    """The error is behind the last line of the file."""
+    """An open quote at the end is an error, also if the parser finds it behind the last line."""
     assert "found unexpected end of stream" in str(refused('"\n'))
 
 
@@ -184,7 +184,7 @@ for sample in {samples!r}:
     ],
 )
 def test_other_files_are_not_repeated(text: str, problems: int) -> None:
-    """Of /etc/shadow or a token no line is shown, and a few unknown keys are enough."""
+    """An error for /etc/shadow or a token in place of a config file shows no line of it, and only a few problems."""
     error = refused(text)
     assert len(error.problems) == problems
     assert "hash" not in str(error)

@@ -31,11 +31,11 @@ PLACES = {
     9: "$.resources[0].mounts[0].host: '/opt/x' is a path of the host",
     10: "$.resources[0].health.probe.command: the agent would execute this",
 }
-"""By line of FILE: what is wrong with it where nothing is allowed but /dev."""
+"""By line of FILE: the line's problem if nothing except /dev is allowed."""
 
 
 def problems(text: str, lock: Lock) -> dict[int, str]:
-    """Return the problems of a file under a lock, by line."""
+    """Return the problems of a file under a lock (what files may use), by line."""
     try:
         parse(text, "file", lock)
     except ConfigError as error:

@@ -340,7 +340,7 @@ def test_a_shared_node_is_no_device_of_its_resource() -> None:
         ("driver: a.b, dra: {share: all}, exclude: [x1]", "exclude: [x1]", False),
         ("driver: a.b, dra: {share: all}", "driver: c.d, dra: {share: 100%}", True),
         ("driver: a.b, dra: {share: 0}", "", True),
-        ("driver: a.b, dra: {share: none}", "driver: a.b, dra: {share: all}", True),  # both shares move together
+        ("driver: a.b, dra: {share: none}", "driver: a.b, dra: {share: all}", True),  # both have one driver
         ("driver: a.b, dra: {share: all}, include: [x1]", "exclude: [x1]", True),
     ],
 )
@@ -355,7 +355,7 @@ def test_a_shared_node_is_no_device_of_its_resource() -> None:
 def test_devices_that_nobody_would_be_offered_are_refused(
     one: str, other: str, first: str, second: str, *, good: bool
 ) -> None:
-    """Two drivers with the same devices are refused if their shares never put a device on the same side."""
+    """Two drivers with the same devices must both have all of them for limits, or both have all of them for claims."""
     resources = (f"- {{name: a/a, devices: [{first}], {one}}}", f"- {{name: a/b, devices: [{second}], {other}}}")
     found = problems("\n".join(("resources:", *resources)))
     assert [(problem.line, problem.path) for problem in found] == ([] if good else [(3, "$.resources[1]")])

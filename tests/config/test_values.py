@@ -11,7 +11,7 @@ from tests.config.files import WHOLE, resource
 
 
 def test_every_key_is_read() -> None:
-    """A file that uses every key becomes values that say the same."""
+    """A file that uses every key of a resource becomes objects with the file's values."""
     one = parse(WHOLE).resources[0]
     assert (one.name, one.driver) == ("example.com/serial", "serial.example.com")
     assert [entry.globs for entry in one.devices] == [("/dev/ttyUSB*",), (), ("/dev/a*", "/dev/b*")]
@@ -76,7 +76,7 @@ def test_resources_that_mean_the_same_are_equal(one: str, other: str) -> None:
     ],
 )
 def test_resources_that_mean_something_else_differ(one: str, other: str) -> None:
-    """Resources that would be served differently are not equal, even where Python's values are."""
+    """Resources that would be served differently are not equal, also if Python compares their values as equal."""
     assert resource(one) != resource(other)
 
 

@@ -82,7 +82,7 @@ class Checks:
         print(f"{name}: {self.results[name]}")
         return self.results[name] == "ok"
 
-    # What is there.
+    # Checks of what the source finds.
 
     def look(self) -> None:
         """NVML lists at least one GPU. Two later scans have the same result, and the last one takes less than 2 s."""
@@ -113,7 +113,7 @@ class Checks:
         self.devices = source.devices()
 
     def describe(self) -> None:
-        """Each GPU is not unhealthy, and has memory and the usual attributes, in a form that the API server accepts."""
+        """No GPU is unhealthy; each has memory and the usual attributes, in a form that the API server accepts."""
         self.seen["devices"] = [
             {
                 "id": device.id,
@@ -205,7 +205,7 @@ class Checks:
         self.seen["wait"] = {"seconds": took, "xids": [repr(xid) for xid in xids]}
         expect(took < 2.0, f"waiting 0.5 s for events took {took:.3f} s")
 
-    # What it does.
+    # Checks of what the source does.
 
     def measure(self) -> None:
         """Measured quantities are known ones; memory, utilization and temperature have plausible values."""

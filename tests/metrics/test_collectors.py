@@ -77,7 +77,7 @@ class Gpus(DeviceSource):
 
 
 class Chips(DeviceSource):
-    """Two devices, which are the same hardware under each name of the resource."""
+    """Two devices whose hardware (identity) is the same whatever the resource's name is."""
 
     def __init__(self, name: str = RESOURCE) -> None:
         self.resource = name
@@ -363,7 +363,7 @@ class TestRunningAgent:
             return {}
 
         source.measured = hang
-        # A reading expires before the hook's timeout: the text on the page comes last.
+        # The old reading expires before the hook's timeout, after which the page names the hook.
         seen.wait(lambda: "measure of example.com/gpu" in seen.get("/")[1])
         began = time.monotonic()
         assert seen.value("measured") == 0
@@ -422,7 +422,7 @@ class TestRunningAgent:
 
 
 class Bridge:
-    """A provider with metric families of a registry and of its own."""
+    """A provider (a component that reports its state) with metric families from a registry and of its own."""
 
     name = "bridge"
     fails = False
@@ -445,7 +445,7 @@ class TestCollector:
     """The metrics of a view."""
 
     def test_a_report_of_the_bridge_is_shown(self, loop: Loop) -> None:
-        """Sides, states, claims and families of a provider are in the metrics."""
+        """The metrics have what a provider such as the bridge reports: device states, claims, and metric families."""
         still = Still(resource("a", "b"))
         bridge = Bridge()
         still.providers.append(bridge)
@@ -479,7 +479,7 @@ class TestCollector:
         assert lines(read_open(opened)) == lines(read_plain(plain))  # type: ignore[no-untyped-call]
 
     def test_a_name_that_is_no_text_does_not_fail_the_scrape(self, loop: Loop) -> None:
-        """A part whose name is not UTF-8 is shown with a question mark."""
+        """A measured part of a device whose name is not UTF-8 is shown with a question mark."""
         still = Still(resource("a"))
         registry = CollectorRegistry(auto_describe=False)
         registry.register(AgentCollector(still.measured(a={"lanes": {"tty\udcff": 1}}).view))
@@ -526,7 +526,7 @@ class TestCollector:
         assert any("source" in line for line in helps)
 
     def test_own_quantities_become_metrics(self, loop: Loop) -> None:
-        """A source may measure quantities of its own; parts have the label `part`."""
+        """A source may measure quantities of its own; the parts of a quantity have the label `part`."""
         observer = Still(resource("a")).measured(a={"packets_total": 3, "lane_errors": {"0": 1}})
         samples = {
             (sample.name, tuple(sorted(sample.labels.items()))): (family.type, sample.value)
@@ -671,7 +671,7 @@ class TestStart:
         await asyncio.sleep(0)
 
     def test_a_config_file_says_how(self) -> None:
-        """The key `metrics` of a config file has the options, all optional."""
+        """The key `metrics` of a config file sets the options of metrics, none of which is required."""
         head = "resources: [{name: example.com/a, devices: [{path: /dev/null}]}]\n"
         assert config.parse(head).metrics == MetricsConfig()
         text = "metrics: {certificate: /c/tls.crt, key: /c/tls.key, token: /t, period: 5, dcgm: true}"
@@ -732,7 +732,7 @@ run(Toys(), metrics_address="192.0.2.1:9", token={str(tmp_path / "token")!r}, ce
         ],
     )
     def test_what_protects_nothing_is_refused(self, fields: dict[str, Any], message: str) -> None:
-        """A path that is not absolute, and a key without a certificate, raise in the author's own line."""
+        """`run` of both packages raises for a path that is not absolute, and for a key without a certificate."""
         for start in (deviceplugin.run, dra_bridge.run):
             with pytest.raises(ValueError, match=re.escape(message)):
                 start(Gpus(), argv=[], **fields)

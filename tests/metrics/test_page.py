@@ -104,7 +104,7 @@ class TestPage:
     """The page: one HTML file, complete without a script."""
 
     def test_table_shows_each_device(self) -> None:
-        """The table has each device with health, side, holders and load in plain HTML."""
+        """The table has each device with health, side (device plugin or DRA), holders and load in plain HTML."""
         _, observer = busy()
         rows = Table(page.html(observer.view())).rows
         assert rows[0] == ["Device", "Health", "Side", "Holder", "Load"]
@@ -191,7 +191,7 @@ class TestPage:
         assert one["vendor"]["since"].startswith("1970-01-01T00:01:00")
 
     def test_devices_that_are_not_listed(self) -> None:
-        """A device for claims and a device that a pod holds are shown while the plugin is away."""
+        """A device for claims, and a device that a pod holds, are shown also before the source lists its devices."""
 
         class Claims(Bridge):
             def report(self) -> ProviderReport:
@@ -205,7 +205,7 @@ class TestPage:
         assert "d1 not listed now device plugin team/train (main)" in text
 
     def test_problems_come_first(self) -> None:
-        """A problem of a provider comes first on the page and in /status, and leaves the agent ready."""
+        """A problem that a provider (such as the bridge) reports comes first on the page; the agent stays ready."""
 
         class Lost(Bridge):
             def report(self) -> ProviderReport:
@@ -239,7 +239,7 @@ class TestPage:
         assert "62 healthy, free devices" in read.text  # the heading of the folded rows
 
     def test_what_needs_attention_says_since_when_and_who_has_it(self) -> None:
-        """An unhealthy device has its holder and the time when the failure was noticed; a move has the ledger's."""
+        """An unhealthy device has its holder and the time of its failure; a moving device has the time of its move."""
         ill = Device("a", health=Health.UNHEALTHY, message="XID 79")
         held = {"a": [PodContainer("team", "train", "main")]}
         still = Still(resource(ill, "c", held=held))
@@ -289,7 +289,7 @@ class TestPage:
         assert "Needs attention" not in Table(page.html(still.observer().view())).text
 
     def test_share_and_progress_are_shown(self) -> None:
-        """Page and /status have the requested share, and how many devices are on the DRA side or moving."""
+        """Page and /status have the requested number of devices for claims, and how many are for claims or moving."""
         _, observer = busy()
         assert "requested share: 2, 1 of 3 on the DRA side, 1 moving to it" in Table(page.html(observer.view())).text
         (one,) = json.loads(page.status(observer.view()))["resources"]
@@ -332,5 +332,5 @@ def test_status_is_json_for_programs() -> None:
 
 
 def test_page_is_part_of_the_package() -> None:
-    """The file lies beside the module."""
+    """The file page.html lies beside the package's modules."""
     assert (Path(load.__file__).parent / "page.html").is_file()

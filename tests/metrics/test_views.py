@@ -34,7 +34,7 @@ def holders(view: AgentView, device: str = "a") -> list[DeviceHolder]:
 
 
 class Telling:
-    """A provider with the report of a test."""
+    """A provider (a component that reports its state to the view) whose report a test sets."""
 
     name = "bridge"
 
@@ -107,7 +107,7 @@ class TestHolders:
         assert [len(one.devices[0].holders) for one in view.resources] == [0, 1]
 
     def test_the_pods_of_a_claim_are_those_of_the_ledger_where_the_kubelet_does_not_list_it(self) -> None:
-        """A claim that PodResources does not list has the ledger's pods; a pod without a name is shown by UID."""
+        """A claim that PodResources does not list has a provider's pods; a pod without a name has its UID."""
         still = Still(resource("a"))
         pods = (PodContainer("team", "train", uid="u1"), PodContainer(uid="u2"))
         claims = [ClaimedDevice(RESOURCE, "a", "team", "mine", pods)]
@@ -118,7 +118,7 @@ class TestHolders:
         ]
 
     def test_a_prepared_claim_that_nobody_uses_holds_its_device(self) -> None:
-        """A prepared claim of the ledger is a holder without a container; with its container it is listed once."""
+        """A prepared claim holds its device even without a container; with a container it is listed once."""
         source = Source()
         source.driver = "gpu.example.com"
         still = Still(resource("a", "b"))
@@ -151,7 +151,7 @@ class TestHolders:
         assert (shown["holders"], shown["administrativeAccess"][0]["claim"]) == ([], "watch")
 
     def test_what_another_plugin_gave_is_shown_at_the_device_that_it_is(self) -> None:
-        """A pod that has a device from another plugin under another id is shown as a holder of the device."""
+        """A pod that got a device from another plugin, under another id, is shown as a holder of this device."""
         one = resource("a", "b", held={"theirs": [MAIN]})
         still = Still(replace(one, elsewhere={"theirs": frozenset({(RESOURCE, "a")})}))
         view = still.observer().view()
@@ -208,7 +208,7 @@ class TestReadiness:
 
 
 class TestProviders:
-    """Other parts of the process that report to the view."""
+    """Providers: other components of the process that report to the view."""
 
     @pytest.fixture
     def released(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
@@ -218,7 +218,7 @@ class TestProviders:
         event.set()
 
     def test_their_reports_are_part_of_the_view(self) -> None:
-        """Locations and reasons of a provider are part of the view."""
+        """The view has the devices' states and the reasons for not being ready that a provider reports."""
         place = DeviceLocation(State.TO_PLUGIN, 5.0, "asked for")
         still = Still(resource("a", "b"))
         still.providers.append(
@@ -311,13 +311,13 @@ class TestProblems:
 
 
 class TestEvents:
-    """Events: the differences between two states."""
+    """Events: the differences between two states of a resource."""
 
     def changes(self, before: ResourceStatus, now: ResourceStatus) -> list[tuple[str, bool]]:
         return [(event.text, event.bad) for event in events_between(before, now, 0.0)]
 
     def test_nothing_happened_is_nothing_said(self) -> None:
-        """Equal states, and the first state, give no event."""
+        """Equal states of a resource, and its first state, give no event."""
         one = resource("a", held={"a": [MAIN]})
         assert self.changes(one, one) == []
         assert events_between(None, one, 0.0) == []
@@ -383,7 +383,7 @@ class TestEvents:
         )
 
     def test_a_kubelet_that_does_not_follow_the_list(self) -> None:
-        """If the kubelet does not follow the list or the registration failed, the resource is not ready."""
+        """A resource is not ready if the kubelet does not read its device list, or if the registration failed."""
         one = replace(resource("a"), live=False)
         assert Still(one).observer().view().unready == (
             f"{RESOURCE}: registered, but the kubelet does not follow its list of devices",

@@ -116,12 +116,12 @@ class TestAddress:
         ],
     )
     def test_address_has_a_host_or_none(self, address: str, wanted: tuple[str, int]) -> None:
-        """host:port, [v6]:port or :port."""
+        """An address is host:port, [v6]:port or :port."""
         assert parse_address(address) == wanted
 
     @pytest.mark.parametrize("address", ["", "9410", "::1:80", "a:b", "a:70000", "a:-1", "a:٣"])
     def test_anything_else_is_refused(self, address: str) -> None:
-        """What is no address is an error that quotes it."""
+        """A text that is no address is an error that quotes the text."""
         with pytest.raises(OSError, match="is not host:port"):
             parse_address(address)
 
@@ -132,7 +132,7 @@ class TestAddress:
             listen(server.address)
 
     def test_unknown_host_is_an_error_that_names_it(self) -> None:
-        """An unknown host is an error that names it."""
+        """An unknown host is an error that names the host."""
         with pytest.raises(OSError, match=r"nowhere\.invalid"):
             listen("nowhere.invalid:0")
 
@@ -213,7 +213,7 @@ class TestAnswers:
     def test_garbage_harms_nobody(
         self, garbage: bytes, serve: Callable[..., Server], caplog: pytest.LogCaptureFixture
     ) -> None:
-        """Bytes that are no HTTP end their own connection, without a log line."""
+        """A client that sends bytes that are no HTTP is disconnected, without a log line."""
         server = serve()
         with connect(server) as client:
             with contextlib.suppress(ConnectionError):
@@ -290,7 +290,7 @@ class TestSharing:
     """One rendering serves all clients."""
 
     def test_answers_are_shared(self, serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch) -> None:
-        """Clients of one page share one rendering for each key, compressed or not."""
+        """Clients of a page share one rendering for each key of the route (here the query), compressed or not."""
         monkeypatch.setattr(web, "LIFETIME", 600.0)
         renderings: list[object] = []
 
@@ -314,7 +314,7 @@ class TestSharing:
         assert [get(server, "/page")[1] for _ in range(2)] == [b"0", b"1"]
 
     def test_what_takes_long_is_used_long(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """An answer is used ten times as long as its rendering took of processor time."""
+        """An answer is used again for ten times the processor time that its rendering took."""
         now, used = [100.0], [0.0]
         monkeypatch.setattr(time, "monotonic", lambda: now[0])
         monkeypatch.setattr(time, "thread_time", lambda: used[0])
@@ -332,7 +332,7 @@ class TestSharing:
             assert len(renderings) == count
 
     def test_nobody_waits_for_another_one_s_rendering(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """While a route with the same lock renders, other clients get the old answer for a while."""
+        """While another route with the same lock renders, clients get a route's old answer for a limited time."""
         now = [100.0]
         monkeypatch.setattr(time, "monotonic", lambda: now[0])
         begun, released, lock = threading.Event(), threading.Event(), threading.Lock()
@@ -446,7 +446,7 @@ class TestClients:
 
     @pytest.mark.parametrize("tls", [False, True])
     def test_silent_clients_delay_nobody(self, tls: bool, tmp_path: Path, serve: Callable[..., Server]) -> None:
-        """Beside 120 silent connections other clients are answered, and no silent one has to end."""
+        """Beside 120 silent connections other clients are answered, and no silent connection is ended."""
         certificate, key = make_certificate(tmp_path, "a") if tls else (None, None)
         limits = ClientLimits(request=600.0)
         server = serve(certificate=Certificate(certificate, key) if certificate else None, limits=limits)
@@ -457,7 +457,7 @@ class TestClients:
             assert select.select(silent, [], [], 0)[0] == []
 
     def test_idle_clients_do_not_keep_a_scrape_out(self, serve: Callable[..., Server]) -> None:
-        """With as many idle connections as allowed a scrape is answered at once; an idle one is cut."""
+        """With as many idle connections as allowed, a scrape is answered at once; one idle connection is cut."""
         server = serve(limits=ClientLimits(connections=4))
         with contextlib.ExitStack() as stack:
             idle = [stack.enter_context(connect(server)) for _ in range(12)]
@@ -564,7 +564,7 @@ class TestClients:
         assert get(server)[0] == 200
 
     def test_closing_ends_everybody(self, serve: Callable[..., Server]) -> None:
-        """After the end no client is connected, and the address is free."""
+        """After the server's end no client is connected, and the address is free."""
         server = Server(listen("127.0.0.1:0"), routes())
         address = server.address
         server.start()
@@ -658,7 +658,7 @@ class TestCertificate:
     def test_clients_need_a_certificate_where_an_authority_is_given(
         self, tmp_path: Path, serve: Callable[..., Server]
     ) -> None:
-        """With client_ca pages need a certificate of that authority; probes need none, and any other is refused."""
+        """With client_ca pages need a certificate of that authority, probes none; other certificates are refused."""
         certificate, key = make_certificate(tmp_path, "a")
         mine, mine_key = make_certificate(tmp_path, "mine")
         other, other_key = make_certificate(tmp_path, "other")

@@ -211,7 +211,7 @@ def test_list_that_is_none_costs_the_source_only(
 
 
 def test_watch_that_is_no_generator_is_said(fake_kubelet: FakeKubelet, served: Serve) -> None:
-    """A `watch` that returns a list instead of yielding lists is an error with this text."""
+    """A `watch` that returns a list instead of yielding lists is an error of its source that says so."""
 
     class NoGenerator(DeviceSource):
         resource = R
@@ -260,7 +260,7 @@ def named(agent: Served, pod: FakePod) -> None:
 
 
 def test_released_between_two_pods_that_follow_each_other(fake_kubelet: FakeKubelet, served: Serve) -> None:
-    """`released` runs before the next pod gets the device, without a scan between; init containers share a call."""
+    """`released` runs before the next pod gets the device, without a scan; once for a pod with an init container."""
     devices = Releasing(1, fake_kubelet.notify)
     agent = served(devices, **SELDOM)
     pod = fake_kubelet.run_pod("p0", {R: 1})
@@ -350,7 +350,7 @@ def test_released_after_a_pod_that_no_evidence_names(fake_kubelet: FakeKubelet, 
 def test_a_pod_keeps_its_device_if_the_checkpoint_is_lost_before_a_scan(
     fake_kubelet: FakeKubelet, served: Serve, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    """The checkpoint is lost after a grant: the device stays withheld while a pod runs that began since the grant."""
+    """If the checkpoint is lost after a grant, the device is withheld while a pod runs that began after the grant."""
     monkeypatch.setattr(grants, "WELL_APART", 0.1)
     devices = Releasing(1, fake_kubelet.notify)
     agent = served(devices, **SELDOM)
@@ -565,7 +565,7 @@ async def test_what_a_pod_has_counts_before_its_resource_is_compared(tmp_path: P
 
 @pytest.mark.parametrize("healthy", [True, False])
 async def test_a_holder_is_shown_by_the_process_that_serves_its_resource(tmp_path: Path, *, healthy: bool) -> None:
-    """A pod has a device of a resource that another process serves (healthy) or that no process serves any more."""
+    """A pod with a device of a resource that this agent does not serve is shown, unless another process serves it."""
     paths, container = Paths(tmp_path), pb.ContainerAllocateResponse()
     agent = Agent([Named("b", lambda: None, "example.com/b")], paths)
     annotate(container, R, {"a::0": Wanted((R, "a"), UNIDENTIFIED, WHOLE)}, boot_id(), 0.0)
@@ -613,7 +613,7 @@ def test_device_that_two_pods_hold_is_said_and_counted_once(
 
 
 def test_an_old_checkpoint_shows_no_device_that_two_pods_hold(fake_kubelet: FakeKubelet, prompt: Serve) -> None:
-    """An old checkpoint names the former pod, a scan knows the present one: this is no double allocation."""
+    """If an old checkpoint names the device's former pod, and a scan its present pod, this is no double allocation."""
     agent = prompt(source(1))
     former = fake_kubelet.run_pod("former", {R: 1})
     named(agent, former)
@@ -743,7 +743,7 @@ async def test_a_start_with_a_broken_file_serves_the_last_good_one(
 
 
 def test_a_kept_file_that_is_not_allowed_is_not_served(config: Path) -> None:
-    """The limits of this start apply to the saved file as well; the error is that of the config file itself."""
+    """The saved file may use only what this start allows; else the error is that of the config file itself."""
     kept = config.with_name("kept.yaml")
     config.write_text("resources: [}")
     kept.write_text(
@@ -938,7 +938,7 @@ class Shared(SimulatedSource):
 
 
 async def test_why_a_device_is_withheld_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Reasons that alternate between scans are logged once each, and again after the device was free."""
+    """Reasons for withholding a device that alternate between scans are logged once each until the device is free."""
     caplog.set_level("INFO")
     agent = Agent([source(1)], Paths(tmp_path))
     said = []

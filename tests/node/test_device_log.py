@@ -71,7 +71,7 @@ def test_the_holder_of_a_broken_device_is_said(caplog: pytest.LogCaptureFixture)
 
 
 def test_many_changes_at_once_are_few_lines(inventory: Inventory, caplog: pytest.LogCaptureFixture) -> None:
-    """Of many changes at once the first have a line each, and the rest is counted."""
+    """If many devices change at once, the first changes have a log line each, and the others are counted."""
     inventory.publish([])
     said(caplog)
     inventory.publish([Device(str(number)) for number in range(SHOWN + 3)])
@@ -81,7 +81,7 @@ def test_many_changes_at_once_are_few_lines(inventory: Inventory, caplog: pytest
 
 
 def test_allocations_are_counted_by_pod(caplog: pytest.LogCaptureFixture) -> None:
-    """Numbers of devices are logged by pod at INFO, names at DEBUG; unchanged holders are logged once."""
+    """For each pod, the number of its devices is logged at INFO and their ids at DEBUG; unchanged ones only once."""
     log = HolderLog({"u1": "team/train"}.__getitem__)
     held = [Allocation("u1", "main", R, one) for one in ("a", "b")]
     with caplog.at_level(logging.INFO):
@@ -110,7 +110,7 @@ def test_a_pod_that_has_ended_keeps_its_name(caplog: pytest.LogCaptureFixture) -
 
 
 def test_what_was_held_before_was_not_just_allocated(caplog: pytest.LogCaptureFixture) -> None:
-    """The first line after a start says what a pod has, not what it got."""
+    """After the agent starts, its first log line about a pod says that the pod has a device, not that it got one."""
     with caplog.at_level(logging.INFO):
         HolderLog({"u1": "team/train"}.__getitem__)([Allocation("u1", "main", R, "a")])
         assert said(caplog) == [f"INFO {R}: pod team/train has 1 device"]

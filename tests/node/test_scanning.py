@@ -1,4 +1,4 @@
-"""When scans look for the holders of devices."""
+"""When the agent scans for the pods that hold devices."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ async def test_grants_that_come_together_share_a_scan(monkeypatch: pytest.Monkey
 
 
 async def test_a_grant_at_the_end_of_a_period_is_asked_about(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A grant just before the end of a period is in the next scan, which asks for its device."""
+    """The next scan asks who holds a device that was granted just before the end of a period."""
     monkeypatch.setattr(scanning, "SOON", 0.5)  # later than the end of the period
     register = Register()
     async with scanning_grants(0.2, register) as scanner, asyncio.timeout(20):
@@ -107,7 +107,7 @@ async def test_a_grant_at_the_end_of_a_period_is_asked_about(monkeypatch: pytest
 
 
 async def test_a_grant_whose_container_is_not_named_is_asked_about_whatever_is_served() -> None:
-    """A pending grant of a resource that is no longer served is asked about as well."""
+    """A scan asks also about a pending grant of a resource that is no longer served."""
     register = Register()
     await register.grant("example.com/dropped", {"a": "a"})
     async with scanning_grants(0.01, register) as scanner, asyncio.timeout(20):
@@ -172,7 +172,7 @@ async def test_calls_end_with_the_task_that_makes_the_readings(begun: bool) -> N
 
 
 async def test_a_device_that_waits_for_its_last_holder_is_asked_about_in_each_reading() -> None:
-    """A scan that is called for one device asks about each pending grant as well."""
+    """A scan that is requested for one device also asks about the devices of pending grants."""
     register = Register()
     await register.grant("example.com/r", {"a": "a"})
     async with scanning_grants(register=register) as scanner, asyncio.timeout(20):

@@ -62,7 +62,7 @@ run(Never())
 
 
 def test_ready_before_the_kubelet(tmp_path: Path, root: Path, manager: ServiceManagerEnd) -> None:
-    """Without a kubelet the agent has started once its socket is there and its devices are listed."""
+    """Without a kubelet the agent sends READY once its socket exists and its devices are listed."""
     (root / "device-plugins").mkdir()
     with agent(tmp_path, manager, root, SIMULATED):
         assert manager.wait_for("READY=") == "1"
@@ -88,7 +88,7 @@ def test_ready_on_a_node_that_never_had_a_kubelet(tmp_path: Path, manager: Servi
 
 
 def test_ready_beside_a_kubelet(tmp_path: Path, manager: ServiceManagerEnd) -> None:
-    """Beside a kubelet that runs, the agent has started once its resources are registered."""
+    """Beside a kubelet that runs, the agent sends READY once its resources are registered."""
     with FakeKubelet() as kubelet, agent(tmp_path, manager, kubelet.root, SIMULATED):
         assert manager.wait_for("READY=") == "1"
         assert manager.wait_for("STATUS=") == "serves 1 resource"

@@ -141,7 +141,7 @@ async def test_env_names_the_devices_of_the_container_together(gpus: FakeGpus) -
 
 
 async def test_nodes_give_the_gpus_and_what_all_of_them_need(gpus: FakeGpus) -> None:
-    """Injection by nodes gives each GPU's node and the existing common nodes once, and turns the runtime's own off."""
+    """Injection by nodes gives the GPUs' nodes and existing common nodes, and turns NVIDIA's runtime off by `void`."""
     for index in range(2):
         gpus.gpu(index)
     dev = Path(gpus.places.dev)
@@ -300,7 +300,7 @@ def test_mixed_keeps_whole_gpus_and_leaves_partitions_to_their_profiles(gpus: Fa
 
 
 async def test_mixed_brings_a_resource_for_each_profile_along(gpus: FakeGpus) -> None:
-    """mig: mixed brings a child source for each profile, named as users know it, also for a later profile."""
+    """mig: mixed has a child source nvidia.com/mig-PROFILE for each profile, also for a profile that comes later."""
     gpus.gpu(0)
     gpus.partition(0, 0, "1g.5gb")
     text = f"""
@@ -410,13 +410,13 @@ async def test_links_are_read_once_for_a_discovery(gpus: FakeGpus, until: Until)
 
 
 def test_a_gpu_without_links_costs_the_others_nothing(gpus: FakeGpus) -> None:
-    """A GPU whose links cannot be read has no scores of its own; the others keep theirs, and the scan succeeds."""
+    """A GPU whose links cannot be read fails no scan; links that can be read from another GPU keep their scores."""
     uuids = machines.dgx_1v(gpus)
     gpus.set("gpu3.return.nvmlDeviceGetNvLinkState", 3)
     gpus.write(gpu3__return__nvmlDeviceGetTopologyCommonAncestor=999)
     links = links_of(gpus)
     assert score(0, 4, uuids, links) == 210
-    assert score(3, 7, uuids, links) == 100  # read from the other end
+    assert score(3, 7, uuids, links) == 100  # read from the other GPU of the link
 
 
 # --- health ---------------------------------------------------------------------------------------
@@ -563,7 +563,7 @@ async def test_events_that_always_fail_are_given_up(gpus: FakeGpus, until: Until
     made = source(gpus)
     async with closing(made) as lists:
         await until(lists, len)
-        # Before the time is up: a scan follows each failure after 0.5 s.
+        # Scans come before the end of the period: a scan follows each failed wait after 0.5 s.
         async with asyncio.timeout(20):
             while not any("events fail" in note for note in made.notes):
                 gpus.write(gpu0__return__nvmlDeviceGetTemperature=999)
@@ -776,7 +776,7 @@ async def test_hanging_library_blocks_nobody_and_is_given_up_after_its_time(
 
 
 async def test_two_sources_share_one_thread_and_one_look(gpus: FakeGpus, until: Until) -> None:
-    """Two sources of one loop share one thread and one scan."""
+    """Two sources of one event loop share one thread and one scan."""
     import threading
 
     gpus.gpu(0)

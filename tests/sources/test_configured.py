@@ -38,7 +38,7 @@ async def first(source: DeviceSource) -> Sequence[Device]:
 
 
 async def test_devices_beyond_the_lock_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A path is served only if both the path and the target of its symlink are allowed; else it is logged."""
+    """A path is served only if the path and its symlink's target are allowed; a path that is left out is logged."""
     (tmp_path / "in").mkdir()
     (tmp_path / "secret").touch()
     (tmp_path / "in/plain").touch()
@@ -80,7 +80,7 @@ def scripted(*entries: DeviceSource) -> ConfiguredSource:
 
 
 def test_source_is_what_the_resource_says() -> None:
-    """Name, driver, sharing and topology are those of the resource."""
+    """The source has the name, driver, sharing and topology of the resource in the config file."""
     source = configured("driver: a.example.com, devices: [path: /x], sharing: {replicas: 3}, topology: false")
     assert (source.resource, source.driver) == ("example.com/a", "a.example.com")
     assert (source.replicas, source.topology) == (3, False)
@@ -191,7 +191,7 @@ async def test_entry_that_fails_at_once_holds_nothing_up(monkeypatch: pytest.Mon
 
 
 async def test_slow_entry_joins_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first list waits for a slow entry for a limited time."""
+    """The first list comes without a slow entry after a limited time; the entry's devices join a later list."""
     monkeypatch.setattr(configured_source, "FIRST_LIST", 0.05)
     slow = Scripted()
     async with lists(scripted(slow, Scripted([Device("b")]))) as watch:
@@ -228,7 +228,7 @@ async def test_name_that_is_served_stays(tmp_path: Path) -> None:
 
 
 async def test_notes_are_those_of_all_entries(tmp_path: Path) -> None:
-    """The source has the notes of its entries, while they apply."""
+    """The source has the notes of its entries as long as the notes apply."""
     source = configured(f"devices: [{{path: {tmp_path}/a*}}, {{path: {tmp_path}/b*}}]")
     async with lists(source) as watch:
         assert await following(watch) == []

@@ -8,7 +8,7 @@ from deviceplugin.sources.pairing import Part, paired
 
 
 def column(text: str) -> list[Part]:
-    """Return parts of words such as `card0@gpu=0`: path, hardware, text of the wildcard."""
+    """Return a `Part` for each word such as `card0@gpu=0`, which has path, hardware, and text of the wildcard."""
     made = []
     for word in text.split():
         named, _, wild = word.partition("=")
@@ -18,7 +18,7 @@ def column(text: str) -> list[Part]:
 
 
 def groups(*columns: str, optional: tuple[bool, ...] = ()) -> tuple[list[str], list[str]]:
-    """Return the pairs, with how they were paired, and the paths that are left."""
+    """Return the groups of paired paths, each with the way of its pairing, and the paths that are left."""
     pairing = paired([column(one) for one in columns], optional)
     made = [f"{'+'.join(p.path if p else '-' for p in group)} {how.name}" for group, how in pairing.groups]
     return made, [part.path for part in pairing.left]

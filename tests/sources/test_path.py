@@ -77,7 +77,7 @@ def test_node_is_given_as_node(tmp_path: Path) -> None:
 
 
 def test_alias_is_kept_inside(tmp_path: Path) -> None:
-    """A symlink to a node keeps its path on the host and in the container; its target is known."""
+    """A symlink to a node is used by its own path on the host and in the container; the device has its target."""
     null(tmp_path / "second")
     (tmp_path / "first").symlink_to("second")
     (device,) = PathSource(f"{tmp_path}/fir*").scan()
@@ -223,7 +223,7 @@ def test_id_is_readable(path: str, name: str) -> None:
     ],
 )
 def test_long_path_keeps_its_name(link: str, name: str) -> None:
-    """The id of a long path has the begin and the end of the last part: product and serial number."""
+    """The id of a long path has the begin and the end of the path's last part, such as product and serial number."""
     assert device_id(f"/dev/serial/by-id/usb-{link}") == name
 
 
@@ -357,7 +357,7 @@ def test_a_path_may_have_another_name_in_the_container(tmp_path: Path) -> None:
 
 
 def test_optional_parts_are_there_or_not(tmp_path: Path) -> None:
-    """A device is named after a part that is not optional; without the optional part it is a device as well."""
+    """A group's device is named after a part that is not optional, and exists without its optional part as well."""
     touch(tmp_path, "a1", "a2", "b2", "b3")
     optional = PartConfig(path=f"{tmp_path}/b*", optional=True)
     source = PathSource(optional, f"{tmp_path}/a*")
@@ -433,7 +433,7 @@ async def test_directories_may_come_and_go(tmp_path: Path) -> None:
 
 
 async def test_moved_symlink_is_followed(tmp_path: Path) -> None:
-    """A symlink that is changed keeps its device, with another host path."""
+    """If the target of a symlink changes, its device stays, with another host path."""
     touch(tmp_path, "one", "two")
     link = tmp_path / "link"
     link.symlink_to("one")
@@ -464,7 +464,7 @@ async def test_target_of_a_symlink_is_watched(tmp_path: Path) -> None:
 
 
 async def test_linked_directory_is_watched(tmp_path: Path) -> None:
-    """A symlinked directory of the glob is changed, as in a ConfigMap update: the devices follow."""
+    """If the symlink of a glob's directory changes, as in a ConfigMap update, the devices are those of its target."""
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
         touch(tmp_path, f"{name}/x")

@@ -83,7 +83,7 @@ def test_hubs_are_no_devices(tree: Tree) -> None:
 
 
 def test_device_that_goes_while_it_is_read_is_left_out(tree: Tree) -> None:
-    """A device that goes, or lacks a file, while sysfs is read is left out."""
+    """A device that is pulled while sysfs is read, or that lacks a file in sysfs, is left out."""
     tree.usb("1-1", 2, serial="1")
     (tree.sys / "bus/usb/devices/1-2").symlink_to(tree.sys / "devices/gone")
     for port, name in enumerate(("idVendor", "idProduct", "busnum", "devnum"), 3):
@@ -119,7 +119,7 @@ def test_serial_number_may_be_anything(tree: Tree) -> None:
 
 
 async def test_plugging_in_and_pulling_are_seen_by_their_events(tree: Tree) -> None:
-    """Events bring devices that are plugged in or pulled; one that returns has its id and a new number."""
+    """Kernel events change the list when devices are plugged in or pulled; one that returns has its former id."""
     tree.usb("1-1", 2, serial="1")
     async with asyncio.timeout(20), aclosing(cast("Any", usb(tree).watch())) as lists:
         assert [device.id for device in await anext(lists)] == ["0403-6001-1"]
@@ -165,7 +165,7 @@ def test_long_serial_number_is_part_of_the_id(tree: Tree) -> None:
 
 
 def test_serial_number_that_reads_like_a_port_takes_no_other_devices_id(tree: Tree) -> None:
-    """Ids differ also if a serial number looks like a port."""
+    """Two devices have different ids also if one's serial number looks like the other's port."""
     source = usb(tree)
     tree.usb("1-2", 2, serial="port-1-1")
     assert [device.id for device in source.scan()] == ["0403-6001-port-1-1"]

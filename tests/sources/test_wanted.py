@@ -119,7 +119,7 @@ async def test_hooks_are_asked_of_each_entry_for_its_own_devices() -> None:
 
 
 async def test_resource_whose_entries_have_no_hooks_has_none() -> None:
-    """A resource whose entries have no hooks has none."""
+    """A resource whose entries have no hooks has no hooks."""
     source, _ = await configured("", Entry(*DEVICES))
     assert source.hooks == frozenset()
 
