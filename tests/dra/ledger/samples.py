@@ -29,7 +29,7 @@ R = "example.com/fpga"
 D = "fpga.example.com"
 T0 = 1_700_000_000.0
 VIEW = View("1")
-"""A node in boot "1", about which only the ledger's records are known."""
+"""A node in boot "1" whose hardware is known from the ledger's records only."""
 
 
 class DirectLedger(Ledger):
@@ -78,7 +78,7 @@ def claim(
 def grant(
     resource: str, ids: Mapping[str, str], now: float = T0, *, amount: Amount = WHOLE, identity: Identity = UNIDENTIFIED
 ) -> Operation[Refused | Excluded | None]:
-    """Grant devices to a container. ids: the device of each of the kubelet's ids."""
+    """Grant devices to a container. ids: the device of each device plugin id that the kubelet asks for."""
     wanted = {name: Wanted((resource, device), identity, amount) for name, device in ids.items()}
     return operations.grant(resource, wanted, VIEW, now)
 
@@ -100,13 +100,13 @@ def state(store: DirectLedger, device: str = "a") -> State:
 
 
 def kubelet(store: DirectLedger, *, held: dict[str, ObservedAllocation] | None = None) -> KubeletEvidence:
-    """Evidence that lets a move of a and b to DRA be committed."""
+    """What shows that no pod holds a and b: with this, their moves to DRA can be committed."""
     sequence = store.snapshot.sequence
     return KubeletEvidence(sequence, {"a": 1.0, "b": 1.0}, KubeletSnapshot(sequence, 3.0, True, held or {}))
 
 
 def seen(store: DirectLedger, at: float = 1.0, *, current: bool = True, **held: str) -> KubeletSnapshot:
-    """A snapshot by checkpoint and cgroups; a="u1/main u2/init": these containers hold a."""
+    """Return which containers hold devices, by checkpoint and cgroups; a="u1/main u2/init": these containers hold a."""
     return KubeletSnapshot(
         store.snapshot.sequence,
         at,
@@ -116,13 +116,13 @@ def seen(store: DirectLedger, at: float = 1.0, *, current: bool = True, **held: 
 
 
 def held_by(device_id: str, *holders: str, sure: bool = True) -> ObservedAllocation:
-    """A device held by these containers, each pod/container."""
+    """Return what a checkpoint shows of a device that these containers hold, each given as pod/container."""
     pairs = frozenset((pod, container) for pod, container in (one.split("/") for one in holders))
     return ObservedAllocation(device_id, f"default/{holders[0].split('/')[0]}", sure, pairs)
 
 
 def cluster(store: DirectLedger, allocated: dict[str, str] | None = None) -> ClusterEvidence:
-    """Evidence that lets a move of a and b to the plugin be committed."""
+    """What shows that no claim has a and b: with this, their moves to the plugin can be committed."""
     return ClusterEvidence(store.snapshot.sequence, {"a": 1.0, "b": 1.0}, 2.0, allocated or {})
 
 
@@ -160,7 +160,7 @@ class Watched:
 
     @classmethod
     def by(cls, step: Callable[[str], None], connect: Callable[[str], Any] = connected) -> Callable[[str], Any]:
-        """Return a function that opens such a connection. step: called with the statement."""
+        """Return a function that opens such a connection. step: a function that is called with each statement."""
         return lambda path: cls(connect(path), step)
 
     def execute(self, sql: str, *args: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The ledger's operations and their rules."""
+"""The operations of the ledger, which records devices and their holders, and the rules of these operations."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ Ask = Callable[..., Operation[Any]]
 
 @pytest.mark.parametrize("to", [State.DRA, State.TO_PLUGIN, State.QUARANTINED])
 def test_allocate_is_refused_elsewhere_and_says_which_device_where_since_when(store: DirectLedger, to: State) -> None:
-    """Allocate of a device on another side grants none; the refusal names the device, its state and since when."""
+    """Allocate fails as a whole if a device is not for limits; the refusal has the device, its state and since when."""
     to_dra(store)
     if to is State.TO_PLUGIN:
         store.do(operations.begin_move(R, ["a"], Side.PLUGIN, T0))
@@ -85,7 +85,7 @@ def test_allocate_is_refused_elsewhere_and_says_which_device_where_since_when(st
 
 
 def test_a_claim_does_not_pull_a_held_device(store: DirectLedger) -> None:
-    """A claim to a device that a pod holds is refused, names the pod as holder, and begins no move."""
+    """A claim for a device that a pod holds is refused, names the pod as holder, and begins no move of the device."""
     store.do(grant(R, {"a": "a"}, T0))
     refusal = store.do(reserve(claim("1", "a"), durable=True, move_idle=True))
     assert isinstance(refusal, Refused)
@@ -95,7 +95,7 @@ def test_a_claim_does_not_pull_a_held_device(store: DirectLedger) -> None:
 
 @pytest.mark.parametrize(("plugin", "dra"), [(True, True), (True, False), (False, True)])
 def test_a_claim_pulls_nothing_beside_limits_of_both_sides(store: DirectLedger, plugin: bool, dra: bool) -> None:
-    """A claim begins no move while pods have devices by limits on both sides: a kubelet restart would end some."""
+    """While pods by limits have devices of plugin and DRA, a claim begins no move: a kubelet restart would end some."""
     to_dra(store, "b")
     by_limits = claim("2", "b")
     one = by_limits.devices[0]
@@ -113,9 +113,9 @@ def test_a_claim_pulls_nothing_beside_limits_of_both_sides(store: DirectLedger, 
 @pytest.mark.parametrize("both", [True, False])
 @pytest.mark.parametrize("of_claim", [True, False])
 def test_a_claim_pulls_all_of_its_devices_or_none(store: DirectLedger, of_claim: bool, both: bool) -> None:
-    """If one of a claim's devices, or of those that move along, may not move, none moves.
+    """If one of a claim's devices, or of the devices that move with them, may not move to DRA, none of them moves.
 
-    The refusal names the resource whose pods have devices by limits on both sides.
+    The refusal names the resource whose pods have devices by limits through both plugin and DRA.
     """
     other = "example.com/other"
     store.do(adopt(other, ["c", "x", "y"], Side.PLUGIN, T0))
@@ -139,7 +139,7 @@ def test_a_claim_pulls_all_of_its_devices_or_none(store: DirectLedger, of_claim:
 
 
 def test_a_reservation_in_memory_holds_until_the_process_ends(store: DirectLedger, path: str) -> None:
-    """A reservation in memory is not written, delays a move to the plugin, and is gone after a restart."""
+    """A claim's reservation in memory is not written, delays a move to the plugin, and is gone after a restart."""
     to_dra(store)
     sequence = store.snapshot.sequence
     assert isinstance(store.do(reserve(claim("1", "a"), durable=False)), Claim)
@@ -154,7 +154,7 @@ def test_a_reservation_in_memory_holds_until_the_process_ends(store: DirectLedge
 
 
 def test_a_durable_reservation_survives_and_can_be_completed(store: DirectLedger, path: str) -> None:
-    """A durable reservation survives a restart, and can be completed and reopened."""
+    """A claim's reservation on disk survives a restart; the claim can then be prepared, and its record reopened."""
     to_dra(store)
     store.do(reserve(claim("1", "a"), durable=False))
     store.do(reserve(claim("1", "a"), durable=True))
@@ -201,7 +201,7 @@ def broken(evidence: KubeletEvidence) -> dict[str, KubeletEvidence]:
 
 
 def test_a_move_to_dra_ends_only_with_all_of_its_evidence_in_order(store: DirectLedger) -> None:
-    """A move to DRA is committed only with all of its evidence; else the answer says which evidence is missing."""
+    """A move to DRA is committed only if it is proved that no pod holds the device; else the answer says what lacks."""
     store.do(operations.begin_move(R, ["a"], Side.DRA, T0))
     for what, evidence in broken(kubelet(store)).items():
         done = store.do(operations.commit_to_dra(R, ["a"], evidence, T0))
@@ -214,7 +214,7 @@ def test_a_move_to_dra_ends_only_with_all_of_its_evidence_in_order(store: Direct
 
 
 def test_a_move_to_the_plugin_ends_only_with_all_of_its_evidence(store: DirectLedger) -> None:
-    """A move to the plugin needs the slice accepted, then a list of claims without an allocation of the device."""
+    """A move to the plugin ends once the slice without the device is accepted and a later list has no claim with it."""
     to_dra(store)
     store.do(operations.begin_move(R, ["a"], Side.PLUGIN, T0))
     good = cluster(store)
@@ -231,7 +231,7 @@ def test_a_move_to_the_plugin_ends_only_with_all_of_its_evidence(store: DirectLe
 
 
 def test_a_move_turns_round_and_is_cancelled(store: DirectLedger) -> None:
-    """A move that is not committed can be reversed, to either side."""
+    """A move of a device, to DRA or to the plugin, can be reversed until it is committed."""
     for to, begun in ((Side.DRA, State.TO_DRA), (Side.PLUGIN, State.PLUGIN)):
         assert store.do(operations.begin_move(R, ["a"], to, T0)) == {"a": begun}
     to_dra(store)
@@ -241,7 +241,7 @@ def test_a_move_turns_round_and_is_cancelled(store: DirectLedger) -> None:
 
 
 def test_devices_are_adopted_once_and_forgotten_when_free(store: DirectLedger) -> None:
-    """A known device keeps its side at another default; only free devices are forgotten."""
+    """A known device does not change sides when the default side changes; only free devices are forgotten."""
     assert store.do(adopt(R, ["a", "c"], Side.DRA, T0)).changed == {"c": State.DRA}
     assert (state(store, "a"), state(store, "c")) == (State.PLUGIN, State.DRA)
     store.do(grant(R, {"a": "a"}, T0))
@@ -252,7 +252,7 @@ def test_devices_are_adopted_once_and_forgotten_when_free(store: DirectLedger) -
 
 
 def test_settings_survive(store: DirectLedger, path: str) -> None:
-    """A setting is there after a restart, until it is replaced or dropped; the same value is not written again."""
+    """A setting in the ledger survives a restart, until it is replaced or dropped; an equal value is not written."""
     store.do(operations.set_setting("share", R, "all"))
     sequence = store.snapshot.sequence
     store.do(operations.set_setting("share", R, "all"))
@@ -294,7 +294,7 @@ def test_a_claim_gets_devices_of_its_own_driver_alone(store: DirectLedger, path:
 
 
 def test_a_device_goes_to_another_driver_by_way_of_the_plugins_side(store: DirectLedger) -> None:
-    """A device of one driver moves to the plugin's side before it can move to another driver."""
+    """A device of one DRA driver moves to the plugin before it can move to another driver."""
     store.do(operations.begin_move(R, ["a"], Side.DRA, T0, driver=D))
     assert store.do(operations.begin_move(R, ["a"], Side.PLUGIN, T0)) == {"a": State.PLUGIN}
     store.do(operations.begin_move(R, ["a"], Side.DRA, T0, driver=D))
@@ -312,7 +312,10 @@ def test_a_device_goes_to_another_driver_by_way_of_the_plugins_side(store: Direc
 
 
 def test_what_a_former_holder_has_survives_until_it_ends(store: DirectLedger, path: str) -> None:
-    """A former holder's numbers and part stay recorded over a new grant and a restart until that holder ends."""
+    """After a new grant of a device, the number and part of its former holder stay recorded until that holder ends.
+
+    They survive a restart.
+    """
     part, former = Amount("1/2", (("memory", "bytes", "5"),)), frozenset({("u1", "main")})
     before, now = (seen_as("1", "hardware:pci:0#tty", number) for number in ("char:240:1", "char:240:2"))
     store.do(grant(R, {"a": "a"}, amount=part, identity=before))
@@ -349,7 +352,7 @@ def test_what_a_former_holder_has_survives_until_it_ends(store: DirectLedger, pa
 def test_an_id_given_again_counts_as_its_larger_amount(
     store: DirectLedger, before: Amount, now: Amount, after: Amount
 ) -> None:
-    """An id that is granted again counts as the larger amount until its earlier holder has ended."""
+    """A plugin id that is granted again counts with the larger of both amounts until its earlier holder has ended."""
     store.do(grant(R, {"a": "a"}, amount=before, identity=N1))
     store.do(operations.observe(R, seen(store, a="u1/main"), T0))
     store.do(grant(R, {"a": "a"}, amount=now))
@@ -362,7 +365,7 @@ def test_an_id_given_again_counts_as_its_larger_amount(
 
 
 def test_a_prepared_claim_reaches_the_nodes_in_its_cdi_file(store: DirectLedger) -> None:
-    """If a device is listed with a new number, a reserved claim reaches it; a prepared claim keeps its number."""
+    """When a device gets a new device number, a reserved claim gets it, too; a prepared claim keeps the old number."""
     to_dra(store, "a", "b")
     store.do(reserve(claim("1", "a"), durable=True))
     store.do(prepare(claim("2", "b")))
@@ -377,7 +380,7 @@ def test_a_prepared_claim_reaches_the_nodes_in_its_cdi_file(store: DirectLedger)
 
 
 def test_a_reservation_that_was_durable_stays_so(store: DirectLedger, path: str) -> None:
-    """A durable reservation stays durable if the claim is reserved again in memory, also with more devices."""
+    """A claim's reservation on disk stays there if the claim is reserved again in memory, also with more devices."""
     to_dra(store, "a", "b")
     store.do(reserve(claim("1", "a"), durable=True))
     for again in (claim("1", "a"), claim("1", "a", "b")):
@@ -402,6 +405,6 @@ def test_a_reservation_that_was_durable_stays_so(store: DirectLedger, path: str)
 def test_the_plugin_serves_pods_of_the_states_in_which_they_may_have_devices(
     states: tuple[State, ...], serves: bool
 ) -> None:
-    """The plugin serves pods unless all devices of the resource are for claims or are still to return."""
+    """The plugin serves a resource to pods unless all its devices are for claims or are still to return from claims."""
     changes = [Change("devices", (R, str(n)), DeviceRecord(R, str(n), state, T0)) for n, state in enumerate(states)]
     assert RegisterSnapshot().with_changes(changes, 1).serves_pods(R) is serves

@@ -1,4 +1,4 @@
-"""The reconciliation of the ledger with evidence."""
+"""The reconciliation of the ledger with what checkpoint, claims and files show about holders of devices."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from tests.identities import seen_as
 
 
 def test_an_empty_ledger_is_rebuilt_from_evidence(path: str) -> None:
-    """An empty ledger gets a device's side from evidence.
+    """An empty ledger takes from files whether each device is for claims (DRA) or for limits (the plugin).
 
-    A claim or CDI file: DRA. The checkpoint: the plugin. Both: quarantine, until the checkpoint's holder is gone.
-    Neither: the default.
+    A claim or a CDI file has the device: DRA. The checkpoint has it: the plugin. Both have it: quarantine, until the
+    checkpoint's holder is gone. Neither has it: the default.
     """
     evidence = Evidence(
         {"p": held_by("p", "u1/main"), "both": held_by("both", "u1/main")},
@@ -62,7 +62,7 @@ def test_an_empty_ledger_is_rebuilt_from_evidence(path: str) -> None:
 
 
 def test_a_quarantined_device_stays_while_others_are_reconciled(store: DirectLedger) -> None:
-    """A device held on both sides stays quarantined until its claim ends, whatever evidence of others says."""
+    """A device that a pod and a claim hold stays quarantined until the claim ends, also while others are reconciled."""
     evidence = Evidence(
         {"a": ObservedAllocation("a", "default/p")}, [ClaimEvidence(D, "1", frozenset({"a"}), prepared=True)]
     )
@@ -78,9 +78,9 @@ def test_a_quarantined_device_stays_while_others_are_reconciled(store: DirectLed
 
 
 def test_a_checkpoint_that_may_be_old_accuses_nobody(store: DirectLedger) -> None:
-    """A holder in a checkpoint that may be old quarantines no device; a sure holder does.
+    """A holder in a checkpoint that may be old quarantines no device; a holder that is certain does.
 
-    Such a device is uncertain on the DRA side, and held on the plugin's side.
+    With an uncertain holder, a device for claims counts as uncertain, and a device for limits as held.
     """
     to_dra(store, "b")
     held = {device_id: held_by(device_id, f"uid-{device_id}/main", sure=False) for device_id in ("a", "b")}
@@ -96,7 +96,7 @@ def test_a_checkpoint_that_may_be_old_accuses_nobody(store: DirectLedger) -> Non
 
 
 def test_evidence_of_a_sleeping_checkpoint_puts_no_new_device_anywhere(store: DirectLedger) -> None:
-    """Without a current checkpoint a device without a holder gets no side, and is uncertain on the DRA side."""
+    """Without a current checkpoint, a new device without a holder is not recorded, and one for claims is uncertain."""
     to_dra(store, "b")
     done = store.do(operations.reconcile_evidence(R, Evidence(current=False), ["a", "b", "new"], Side.DRA, T0))
     assert (done.changed, done.uncertain) == ({}, ("b", "new"))
@@ -109,7 +109,7 @@ def test_evidence_of_a_sleeping_checkpoint_puts_no_new_device_anywhere(store: Di
 
 
 def test_a_claim_known_from_its_file_gets_its_name_once(store: DirectLedger) -> None:
-    """A claim known from its file gets its name once; pods that come to share it are added."""
+    """A claim that is known by its file gets its name once; pods that come to share the claim are added to it."""
     file = ClaimEvidence(D, "1", frozenset({"new"}), prepared=True)
     store.do(operations.reconcile_evidence(R, Evidence({}, [file]), ["new"], Side.PLUGIN, T0))
     for name, pod in (("first", "u1"), ("second", "u2")):
@@ -124,7 +124,7 @@ def test_a_claim_known_from_its_file_gets_its_name_once(store: DirectLedger) -> 
 
 
 def test_a_claim_over_two_resources_is_found_once_for_each_of_them(store: DirectLedger, path: str) -> None:
-    """After a loss of the ledger, evidence of two resources about one claim becomes one record with both devices."""
+    """If files show a claim with devices of two resources, a lost ledger gets one record with both devices."""
     other = "example.com/nic"
     granted = (ClaimDevice(R, "a", "share-1"),)
     state_file = ClaimEvidence(D, "1", frozenset({"a"}), True, "ml", "train", frozenset({"u1"}), granted)
@@ -143,7 +143,7 @@ def test_a_claim_over_two_resources_is_found_once_for_each_of_them(store: Direct
 
 
 def test_a_claim_that_is_found_twice_is_one_claim(store: DirectLedger) -> None:
-    """Evidence that names a claim several times makes one record; the first evidence of each device counts."""
+    """If several files show the same claim, the ledger has one record of it; of each device the first one counts."""
     store.do(operations.forget(R, ["a"]))
     granted = (
         ClaimDevice(R, "a", "s", identity=seen_as("b", "uuid:1"), amount=Amount("1/2")),
@@ -166,9 +166,9 @@ def test_a_claim_that_is_found_twice_is_one_claim(store: DirectLedger) -> None:
 
 
 def test_a_claims_file_names_devices_that_a_ledger_from_before_lacks(store: DirectLedger) -> None:
-    """A claim's file adds a device that a restored ledger lacks, and the claim's answer no longer counts.
+    """A claim's file adds a device that an older, restored ledger lacks; the recorded answer to the claim is dropped.
 
-    A claim that was unprepared does not come back by its file.
+    The file of a claim that was unprepared does not restore the claim's record.
     """
     to_dra(store, "a", "b")
     store.do(prepare(claim("1", "a")))
@@ -184,7 +184,7 @@ def test_a_claims_file_names_devices_that_a_ledger_from_before_lacks(store: Dire
 
 
 def test_evidence_does_not_bring_back_a_claim_that_was_unprepared(store: DirectLedger) -> None:
-    """Evidence of a claim does not restore the claim after its Unprepare; only a new Prepare does."""
+    """Files that show an unprepared claim do not restore its record; only a new Prepare does."""
     to_dra(store)
     old = Evidence(claims=[ClaimEvidence(D, "1", frozenset({"a"}), prepared=True)])
     for prepared in (claim("1", "a"), replace(claim("1", "a"), result=None, durable=False)):
@@ -205,7 +205,7 @@ def test_evidence_does_not_bring_back_a_claim_that_was_unprepared(store: DirectL
 
 
 def test_only_the_last_unprepared_claims_are_remembered(store: DirectLedger, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ledger remembers the last unprepared claims (here 2); evidence of an earlier one restores that claim."""
+    """The ledger remembers the last unprepared claims (here 2); files about an earlier claim restore its record."""
     monkeypatch.setattr(operations, "KEEP_ENDED", 2)
     to_dra(store)
     for uid in ("1", "2", "3"):

@@ -1,4 +1,4 @@
-"""The ledger's file: damage, crashes, full disks and a second agent."""
+"""The file of the ledger: damage, crashes, full disks and a second agent."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_a_directory_in_place_of_the_file_is_put_aside(path: str) -> None:
 
 
 def test_a_file_that_can_only_be_read_is_put_aside(path: str) -> None:
-    """A ledger file whose header allows reads only, as of a newer SQLite, is put aside."""
+    """A ledger file whose header allows only reading, as that of a newer SQLite, is put aside."""
     filled(path)
     with open(path, "r+b") as file:
         file.seek(18)
@@ -104,7 +104,7 @@ def test_a_second_agent_stands_by_until_the_first_ends(path: str) -> None:
 
 @pytest.mark.parametrize("removed", ["ledger.db", "ledger.db-wal", "ledger.db.lock", "."])
 def test_a_ledger_removed_under_an_agent_grants_nothing_any_more(path: str, removed: str) -> None:
-    """After a ledger file is removed, all grants fail, also when it is back: another agent may have had the ledger."""
+    """After a file of the ledger was removed, all grants fail, also when it is back: another agent may have used it."""
     with DirectLedger(path) as store:
         store.do(adopt(R, ["a", "b"], Side.PLUGIN, T0))
         store.do(grant(R, {"a": "a"}, T0))
@@ -131,7 +131,7 @@ def test_a_ledger_that_another_agent_made_anew_grants_nothing_to_the_first(path:
 
 
 def test_a_disk_that_loses_what_was_written_ends_the_ledger(path: str) -> None:
-    """After a failed write the file is read again; if it is older than an answered operation, all grants fail."""
+    """After a failed write the file is read again; if the file lacks an answered operation, all grants fail."""
     failing: list[str] = []
 
     def step(statement: str) -> None:
@@ -169,7 +169,7 @@ int fsync(int fd) { note(); return ((int (*)(int)) dlsym(RTLD_NEXT, "fsync"))(fd
 
 
 def test_what_must_survive_a_power_failure_is_synced_before_the_answer(tmp_path: Path) -> None:
-    """A begun move, a claim whose hooks are to run, a setting, and a sharer's amount are synced before the answer.
+    """A begun move, a durably reserved claim, a setting and a claim of a shared device are synced before the answer.
 
     A grant, the claim of a whole device and an Unprepare are not synced: no holder survives a power failure.
     """
@@ -252,7 +252,7 @@ def filled(path: str) -> bytes:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, RegisterSnapshot]:
-    """A filled ledger's file, and its records."""
+    """The file of a filled ledger, and its records."""
     path = str(tmp_path_factory.mktemp("whole") / "ledger.db")
     written = filled(path)
     with DirectLedger(path) as opened:
@@ -264,7 +264,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, RegisterSnap
 def test_any_damage_is_noticed_or_harmless(
     tmp_path_factory: pytest.TempPathFactory, whole: tuple[bytes, RegisterSnapshot], data: st.DataObject
 ) -> None:
-    """A truncated or changed file opens with all records as before, or is put aside and the ledger is empty."""
+    """A truncated or changed ledger file opens with all its records, or is put aside and an empty ledger is made."""
     path = str(tmp_path_factory.mktemp("damage") / "ledger.db")
     written, before = whole
     damaged = bytearray(written)
@@ -303,7 +303,7 @@ def test_a_damaged_write_ahead_log_ends_where_it_is_damaged(tmp_path: Path) -> N
                 assert again.snapshot in (first, both)
 
 
-# The copy of the allocations.
+# The copy of the allocations, which are the devices granted to pods by limits.
 
 
 def lose(path: str) -> None:
@@ -318,7 +318,7 @@ def copy(tmp_path: Path) -> str:
 
 
 def test_a_new_ledger_has_the_allocations_of_the_copy(path: str, copy: str) -> None:
-    """A ledger made after a loss has the copy's allocations: they exclude grants, survive a restart, and end."""
+    """A ledger made after a loss has the copy's grants to pods: they exclude others, survive a restart, and end."""
     with DirectLedger(path, copy) as opened:
         opened.do(adopt(R, ["a", "b"], Side.PLUGIN, T0))
         for name in ("a::0", "a::1"):
@@ -345,7 +345,7 @@ def test_a_new_ledger_has_the_allocations_of_the_copy(path: str, copy: str) -> N
 
 
 def test_a_ledger_that_is_there_does_not_read_the_copy(path: str, copy: str) -> None:
-    """An existing ledger does not take an ended allocation from an older copy."""
+    """A ledger that exists does not take an ended grant from an older copy of the grants."""
     with DirectLedger(path, copy) as opened:
         opened.do(adopt(R, ["a"], Side.PLUGIN, T0))
         opened.do(grant(R, {"a": "a"}))
@@ -362,9 +362,9 @@ def test_a_ledger_that_is_there_does_not_read_the_copy(path: str, copy: str) -> 
 def test_a_ledger_from_before_has_the_allocations_of_the_copy(
     path: str, copy: str, caplog: pytest.LogCaptureFixture, *, lost: bool
 ) -> None:
-    """A ledger restored from before gets the copy's newer allocations and keeps its own; the log says so once.
+    """An older ledger that was restored gets newer grants from the copy and keeps its own grants; the log says so once.
 
-    The same if the ledger was lost once in between.
+    This also holds if the ledger was lost once in between.
     """
     with DirectLedger(path, copy) as opened:
         opened.do(adopt(R, ["a", "b", "c"], Side.PLUGIN, T0))
@@ -391,7 +391,7 @@ def test_a_ledger_from_before_has_the_allocations_of_the_copy(
 
 
 def test_the_copy_of_another_boot_says_nothing(path: str, copy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a reboot, a new ledger does not take the copy's allocations, because no holder runs any more."""
+    """After a reboot, a new ledger does not take grants from the copy, because no holder of a device runs any more."""
     with DirectLedger(path, copy) as opened:
         opened.do(grant(R, {"a": "a"}))
     lose(path)
@@ -404,7 +404,7 @@ def test_the_copy_of_another_boot_says_nothing(path: str, copy: str, monkeypatch
 def test_a_copy_that_cannot_be_read_does_not_stop_the_ledger(
     path: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """If the copy cannot be read, the ledger starts empty, and the log says so."""
+    """If the copy of the grants cannot be read, the ledger starts empty, and the log says so."""
     copy = tmp_path / "copy"
     copy.write_bytes(b"{")
     with DirectLedger(path, str(copy)) as opened:
@@ -416,7 +416,7 @@ def test_a_copy_that_cannot_be_read_does_not_stop_the_ledger(
 
 
 def crash_operations() -> Sequence[Any]:
-    """The operations of a device's life: adoption, grants, moves, a claim, and their ends."""
+    """Return the operations of a device's life: adoption by the ledger, grants, moves, a claim, and their ends."""
     sequence = 1 << 40
     evidence = KubeletEvidence(sequence, {"a": 1.0}, KubeletSnapshot(sequence, 3.0, True))
     return (
@@ -577,7 +577,7 @@ def test_a_write_that_fails_refuses_and_the_next_one_looks_at_the_disk(tmp_path:
 
 
 def test_what_only_the_process_knows_stays_when_the_file_is_read_again(path: str) -> None:
-    """If the file is read again, unprepared claims, reservations and absences of a grant's pod stay in memory."""
+    """When the file is read again, what only memory has stays: unprepared claims, reservations, absences of a pod."""
     fails: set[str] = set()
     with DirectLedger(path, connect=lambda where: Flaky(where, fails)) as store:  # type: ignore[arg-type,return-value]
         store.do(adopt(R, ["a"], Side.PLUGIN, T0))
@@ -623,7 +623,7 @@ def test_a_file_that_goes_bad_while_it_is_in_use_ends_the_ledger(tmp_path: Path)
 
 
 def test_a_directory_that_cannot_be_written_is_an_error_that_says_so(tmp_path: Path) -> None:
-    """If the ledger's directory cannot be made, the ledger is an error that says so."""
+    """If the ledger's directory cannot be made, opening the ledger raises an error that says so."""
     (tmp_path / "file").write_text("")
     with pytest.raises(LedgerError, match="cannot open the ledger"):
         DirectLedger(str(tmp_path / "file" / "ledger.db"))
@@ -644,7 +644,7 @@ def test_an_operation_that_fails_costs_its_own_caller_only(store: DirectLedger) 
 
 
 def indexed(now: RegisterSnapshot) -> Mapping[Point, frozenset[tuple[str, tuple[str, str]]]]:
-    """Return the index of these records, computed from scratch."""
+    """Return the ledger's index of these records, computed from scratch."""
     records = [Change("allocations", key, one) for key, one in now.allocations.items()]
     records += [Change("claims", key, one) for key, one in now.claims.items()]
     return RegisterSnapshot().with_changes(records, 1).index

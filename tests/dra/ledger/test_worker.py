@@ -1,4 +1,4 @@
-"""The ledger for an event loop: common commits, and the answers to callers."""
+"""The ledger as an event loop uses it: operations that are committed together, and the answers to their callers."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ async def test_failed_writes_are_counted(path: str) -> None:
 
 
 class SlowDisk:
-    """A disk whose commits are counted, and wait while they are held."""
+    """A disk whose commits are counted; while the test holds it, commits wait."""
 
     def __init__(self) -> None:
         self.commits = 0
@@ -103,7 +103,7 @@ async def test_what_is_asked_together_is_committed_together(path: str) -> None:
 
 
 async def test_a_grant_does_not_wait_for_a_thread(path: str) -> None:
-    """500 grants are recorded at once, each in a commit; the write-ahead log is emptied in between."""
+    """500 grants are recorded at once, each in its own commit; the write-ahead log is emptied in between."""
     async_ledger, disk = slow(path)
     await async_ledger.do(adopt(R, ["a"], Side.PLUGIN, T0))
     disk.commits = 0
@@ -130,7 +130,7 @@ async def test_what_comes_later_is_done_later(path: str) -> None:
     await asyncio.to_thread(disk.begun.wait, 10)
     async_ledger.do(prepare(claim("1", "a"))).cancel()
     disk.go_on.set()
-    with async_ledger.ledger.guard:  # the thread has ended its commit, and the loop has not run since
+    with async_ledger.ledger.guard:  # the thread has ended its commit, and the event loop has not run since
         pass
     await async_ledger.do(operations.unprepare(D, "1"))
     assert not async_ledger.snapshot.claims
@@ -232,7 +232,7 @@ async def test_a_disk_that_does_not_answer_stops_no_caller(path: str, monkeypatc
 
 
 async def test_what_only_this_process_is_to_know_needs_no_commit(path: str) -> None:
-    """A reservation in memory needs no commit; it waits for a running commit, and fails if the ledger is lost."""
+    """A claim's reservation in memory needs no commit, waits for a running commit, and fails if the ledger is lost."""
     async_ledger, disk = slow(path)
     await async_ledger.do(adopt(R, ["a", "b", "c", "d"], Side.DRA, T0))
     disk.commits = 0
@@ -283,7 +283,7 @@ async def test_an_async_ledger_that_nobody_waits_for_gives_the_lock_back(path: s
 
 
 async def test_an_async_ledger_that_is_open_when_its_caller_is_cancelled_gives_the_lock_back(path: str) -> None:
-    """An open that is cancelled just after it got the lock releases the lock."""
+    """If opening the ledger is cancelled just after it got the lock, the lock is released."""
     opening = asyncio.create_task(AsyncLedger.open(path))
     await asyncio.sleep(0)
     for thread in threading.enumerate():

@@ -1,4 +1,4 @@
-"""Which pods use which claims, and how often that is read for calls at the same time."""
+"""Which pods use which claims, and how often the agent reads this for calls at the same time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.dra.ledger.samples import D
 
 
 class Tracker:
-    """Counts how often the pods are read; a list of pods ends when `let` is set."""
+    """Counts how often the running pods are read; a list of the pods ends only when `let` is set."""
 
     def __init__(self) -> None:
         self.readings = 0
@@ -40,14 +40,14 @@ class Tracker:
 
 
 class Files:
-    """No files."""
+    """Stands for the files of claims; has none and writes none."""
 
     async def describe(self, uid: str) -> None:
         """Write no file."""
 
 
 async def test_calls_at_once_share_a_reading_that_begins_after_them(tmp_path: Path) -> None:
-    """Four calls share a reading of the pods; calls that come meanwhile share the next reading."""
+    """Four calls share one read of the running pods; calls that come during this read share the next one."""
     (tmp_path / claim_state.FILE_NAME).write_bytes(written.to_json([]))
     tracker = Tracker()
     async_ledger = await AsyncLedger.open(str(tmp_path / "register.db"))

@@ -1,4 +1,4 @@
-"""Moves and claims as events of the status page."""
+"""Moves of devices, and claims, as events on the status page."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def snapshot(
 
 
 def test_moves_are_events_at_their_time() -> None:
-    """The begin and end of a move and a quarantine are events, with the reason; a new device is not."""
+    """The begin and end of a device's move and a quarantine are events with their reason; a new device is no event."""
     plugin, leaving = snapshot(State.PLUGIN), snapshot(State.TO_DRA, reason="the share is 1")
     assert events(plugin, plugin, 9.0) == []
     assert events(snapshot(State.PLUGIN, 0), plugin, 9.0) == []
@@ -54,7 +54,7 @@ def test_claims_are_events() -> None:
 
 
 def test_the_bridge_tells_each_event_once() -> None:
-    """A move is reported once; what the ledger had at the first call is not an event."""
+    """The agent reports a device's move once; moves that the ledger had at the first call are not events."""
     made = bridge()
     status = status_of(made)
     assert isinstance(status, EventSource)
@@ -68,7 +68,7 @@ def test_the_bridge_tells_each_event_once() -> None:
 
 
 def test_what_a_ledger_has_that_is_opened_late_is_no_event() -> None:
-    """The devices and claims of a ledger that is opened later are not events."""
+    """If a ledger is opened later, the devices and claims that it has are not events."""
     made = bridge()
     status, opened = status_of(made), made.agent.register
     made.agent.register = SimpleNamespace(snapshot=RegisterSnapshot())
@@ -78,5 +78,5 @@ def test_what_a_ledger_has_that_is_opened_late_is_no_event() -> None:
 
 
 def test_share_and_progress_are_reported() -> None:
-    """The report has the requested share, and the number of devices in each state."""
+    """The report has the requested number of devices for claims (the share), and how many devices are in each state."""
     assert status_of(bridge()).report().shares == {RESOURCE: ShareProgress("2", 4, 1, 1, 1)}

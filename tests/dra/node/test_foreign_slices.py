@@ -1,4 +1,4 @@
-"""Slices of other writers in an agent's pool: Events, problems, and moves that wait."""
+"""ResourceSlices of other clients in the agent's pool: Events, reported problems, and moves that wait."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MOST = 2**63 - 1
 
 
 def foreign(device: str, **metadata: Any) -> dict[str, Any]:
-    """Return another writer's slice that offers a device on all nodes, in the highest generation."""
+    """Return a slice of another client that offers a device on all nodes, in the highest generation."""
     pool = {"name": NODE, "generation": MOST, "resourceSliceCount": 1}
     return {
         "apiVersion": "resource.k8s.io/v1",
@@ -38,7 +38,7 @@ def problems(here: AgentOnNode) -> list[str]:
 
 
 async def test_one_event_says_it_and_the_pool_goes_on(node: FakeNode) -> None:
-    """Another writer's slice is deleted each time; one Event names it; devices still move."""
+    """Another client's slice in the agent's pool is deleted each time; one Event names it; devices still move."""
     async with on_node(node, fpgas(2)) as here:
         here.ask("1")
         await here.until(lambda: list(here.states.values()).count(State.DRA) == 1)
@@ -56,7 +56,7 @@ async def test_one_event_says_it_and_the_pool_goes_on(node: FakeNode) -> None:
 
 @pytest.mark.parametrize("mine", [True, False], ids=["its device", "another device"])
 async def test_a_device_that_others_offer_stays_on_the_dra_side(node: FakeNode, *, mine: bool) -> None:
-    """While another writer's slice offers a device, its move to the plugin waits and says so; other devices move."""
+    """While another client's slice offers a device, its move to limits waits, with this reason; other devices move."""
     async with on_node(node, fpgas(2)) as here:
         here.ask("all")
         await here.settle(State.DRA, State.DRA)

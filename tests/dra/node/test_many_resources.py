@@ -75,14 +75,14 @@ async def calls_of_a_scan(count: int) -> int:
         while len(counts) < 10:
             with counted() as calls:
                 assert await agent.agent.scanner.scan() is not None
-                for _ in range(5):  # Tasks that the scan has woken run now.
+                for _ in range(5):  # Tasks that the scan has woken run in these steps.
                     await asyncio.sleep(0)
             counts.append(calls.count)
         return min(counts)
 
 
 async def work_of_a_restart(count: int, monkeypatch: pytest.MonkeyPatch) -> tuple[float, float]:
-    """Return the number of next-step decisions and of directory reads for each resource at a kubelet's start."""
+    """Return how many decisions and how many reads of the plugin directory each resource takes at a kubelet's start."""
     work = Counter[str]()
 
     def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -106,13 +106,13 @@ async def work_of_a_restart(count: int, monkeypatch: pytest.MonkeyPatch) -> tupl
 
 
 async def test_a_scan_calls_fewer_than_twice_the_functions_for_twice_the_resources() -> None:
-    """A scan of 16 resources calls fewer than twice the functions of a scan of 8 resources."""
+    """A scan for holders of 16 resources calls fewer than twice as many functions as a scan of 8 resources."""
     few, many = [await calls_of_a_scan(count) for count in (8, 16)]
     assert many < 2 * few, (few, many)
 
 
 async def test_a_restart_of_the_kubelet_wakes_a_resource_rarely_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At a kubelet's restart, 32 resources take fewer than 6 decisions and 5 directory reads each."""
+    """When the kubelet restarts, each of 32 resources takes fewer than 6 decisions and 5 reads of the directory."""
     steps, reads = await work_of_a_restart(32, monkeypatch)
     assert steps < 6, steps
     assert reads < 5, reads

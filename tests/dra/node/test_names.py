@@ -1,4 +1,4 @@
-"""Names of published devices while a driver's resources come and go."""
+"""The names under which a driver publishes its devices, while resources of the driver come and go."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def running(
 async def test_a_claim_is_known_by_its_file_when_no_device_has_its_name(
     node: FakeNode, caplog: pytest.LogCaptureFixture, *, damaged: bool
 ) -> None:
-    """The ledger is lost and devices have other ids: the claim's file gives the claim its former device.
+    """If the ledger is lost and devices have other ids, the claim's file shows which device the claim had.
 
     If the file is damaged as well, all devices are withheld.
     """
@@ -76,7 +76,7 @@ def resources(names: Mapping[str, tuple[str, str]]) -> dict[str, str]:
 
 
 def known(bridge: Bridge) -> dict[str, tuple[str, str]]:
-    """Return the devices that the driver finds by the names in claims."""
+    """Return the devices that the driver finds by the published names in claims."""
     if D not in bridge.drivers:
         return {}
     devices = bridge.drivers[D].driver.devices.by_name
@@ -84,7 +84,7 @@ def known(bridge: Bridge) -> dict[str, tuple[str, str]]:
 
 
 async def test_published_names_stay_when_resources_come_and_go(node: FakeNode) -> None:
-    """Device names stay when a resource is added, after a restart without API server, and when one is removed."""
+    """A published name stays when a resource is added or removed, and after a restart without the API server."""
     async with running(node, A) as bridge:
         await until(lambda: published(node) == resources(ALONE))
         pod = node.start_pod("p", template={D: 1})
@@ -106,7 +106,7 @@ async def test_published_names_stay_when_resources_come_and_go(node: FakeNode) -
 
 
 async def test_published_names_survive_the_loss_of_the_ledger(node: FakeNode) -> None:
-    """After a loss of the ledger, the agent takes the names of devices from the slices in the API server."""
+    """After a loss of the ledger, the agent takes the published names of devices from the slices in the API server."""
     async with running(node, A) as bridge:
         await until(lambda: published(node) == resources(ALONE))
         await bridge.reconfigure({B: Listed(B, D, "0", "1")}, dict.fromkeys((A, B), HandoverPolicy(ALL)), [A])
@@ -120,7 +120,7 @@ async def test_published_names_survive_the_loss_of_the_ledger(node: FakeNode) ->
 
 
 async def test_resources_that_begin_together_all_carry_their_names(node: FakeNode) -> None:
-    """Two resources that begin together both have their resource's name as prefix of their device names.
+    """If a driver begins with two resources, the published names of their devices begin with the resource's name.
 
     The names stay when one of the resources is removed.
     """

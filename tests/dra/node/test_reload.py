@@ -1,4 +1,4 @@
-"""Agents with both sides: reloads of the config, the wait for a ledger, and a ledger that cannot be opened."""
+"""Agents for limits and claims: reloads of the config, the wait for a ledger, a ledger that cannot be opened."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ async def test_a_reload_that_adds_a_driver_that_cannot_be_served_is_an_error(
 async def test_a_reload_while_an_agent_stands_by_is_taken_after_that(
     node: FakeNode, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A reload during the wait for another agent's ledger takes effect afterwards; each resource registers once."""
+    """If the config is reloaded while the agent waits for another agent's ledger, each new resource registers once."""
     monkeypatch.setattr("dra_bridge.node.bridge.STANDBY", 0.01)
     agent = bridge(node, Listed(A, D))
     with held_ledger(agent):
@@ -114,7 +114,7 @@ async def test_a_reload_while_an_agent_stands_by_is_taken_after_that(
 
 
 async def test_nothing_is_offered_before_its_evidence_was_read(node: FakeNode, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a reload adds a resource, its devices are unhealthy until their evidence is read."""
+    """After a reload adds a resource, its devices are unhealthy until the agent has read which pods hold them."""
     agent, read, go_on = bridge(node, Listed(A, D)), EvidenceReader.read, asyncio.Event()
 
     async def late(reader: EvidenceReader, service: Service, devices: Sequence[str]) -> Evidence:
@@ -136,7 +136,7 @@ async def test_nothing_is_offered_before_its_evidence_was_read(node: FakeNode, m
 
 
 async def test_a_dropped_resource_gives_nothing_out_on_its_way_out(node: FakeNode) -> None:
-    """A resource that a driver drops is refused to pods, until a reload serves it without a driver."""
+    """A resource that its driver drops is refused to pods, until a reload serves the resource without a driver."""
     agent = bridge(node, Listed(A, D))
     async with running(agent):
         await until(lambda: len(healthy(node, A)) == 2)
@@ -155,7 +155,7 @@ async def test_a_dropped_resource_gives_nothing_out_on_its_way_out(node: FakeNod
 async def test_health_of_a_resource_that_a_reload_adds_is_told_at_once(
     node: FakeNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After a reload adds a resource, its health reaches the kubelet without the timer."""
+    """After a reload adds a resource, the health of its devices reaches the kubelet without waiting for a timer."""
     monkeypatch.setattr("dra_bridge.driver.registrar.RegistrarTiming", lambda: RegistrarTiming(keep_alive=3600))
     agent = bridge(node, Listed(A, D))
 
@@ -169,7 +169,7 @@ async def test_health_of_a_resource_that_a_reload_adds_is_told_at_once(
 
 
 async def test_a_device_that_comes_while_all_ends_begins_nothing(node: FakeNode) -> None:
-    """A list of devices that comes while the agent ends raises no error."""
+    """If a source lists its devices anew while the agent ends, no error is raised."""
     agent = bridge(node, Listed(A, D))
     async with running(agent):
         await until(lambda: len(healthy(node, A)) == 2)
@@ -179,7 +179,7 @@ async def test_a_device_that_comes_while_all_ends_begins_nothing(node: FakeNode)
         assert agent.agent.services[A].inventory.publish([Device(name, nodes=["/dev/null"]) for name in ("d0", "d2")])
 
 
-# A resource with `reset`.
+# A resource whose source has a hook `reset`.
 
 
 class Reset(Listed):
@@ -194,7 +194,7 @@ class Reset(Listed):
 
 
 async def test_pods_with_limits_through_dra_start_where_the_resource_has_reset(node: FakeNode) -> None:
-    """A pod with limits starts through DRA although its resource has `reset`; `reset` runs at each pod's start."""
+    """A pod with limits starts through DRA although the source has a hook `reset`, which runs at each pod's start."""
     node.server.create(device_class(A, D))
     source = Reset(A, D)
     agent = bridge(node, source, share=Share(part=1.0))

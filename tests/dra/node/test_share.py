@@ -1,4 +1,4 @@
-"""The ledger's record of the requested share."""
+"""The ledger's record of the requested share (how many devices are for claims)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ D = "sim.example.com"
 
 
 async def test_the_last_share_is_recorded(tmp_path: Path) -> None:
-    """The share is 1, then `all` and 1 again before `all` is recorded: the ledger has 1 in the end."""
+    """If 1 device is requested for claims, then `all`, then 1 before `all` is recorded, the ledger has 1 in the end."""
     ledger, tasks = AsyncLedger(Ledger(str(tmp_path / "register.db"))), Tasks()
     share = DriverShare(D, ledger, tasks)
     key = progress.share_annotation(D)

@@ -1,4 +1,4 @@
-"""The start of an agent with both sides, until it offers devices."""
+"""The start of an agent that serves limits and claims, until it offers devices."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ async def moved(bridge: Bridge, state: State) -> None:
 
 
 async def test_a_lost_ledger_is_rebuilt_before_files_are_swept(node: FakeNode) -> None:
-    """After a loss of the ledger, a running pod's claim keeps device and CDI file and gets its name back."""
+    """After a loss of the ledger, a running pod's claim keeps its device and CDI file, and its name is found again."""
     cdi = node.cdi
     async with running(node, Share(part=1.0)) as bridge:
         await moved(bridge, State.DRA)
@@ -85,7 +85,7 @@ async def test_a_lost_ledger_is_rebuilt_before_files_are_swept(node: FakeNode) -
 async def test_a_claim_that_ends_while_evidence_is_read_stays_ended(
     node: FakeNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A claim that is unprepared while the agent reads evidence at its start does not hold its device again."""
+    """If a claim is unprepared while the starting agent reads what claims hold, it does not hold its device again."""
     async with running(node, Share(part=1.0)) as bridge:
         await moved(bridge, State.DRA)
         pod = await asyncio.to_thread(lambda: node.start_pod("train", template={D: 1}).wait_running(20))
@@ -149,7 +149,10 @@ async def test_an_agent_ends_when_its_mount_shows_a_deleted_cdi_directory(
 async def test_a_ledger_that_lost_its_end_is_corrected_and_alarm_raised(
     node: FakeNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An old ledger has a pod's device on the DRA side: it is quarantined with an Event, in no slice, until a check."""
+    """If an old ledger has a pod's device as one for claims, the device is quarantined with an Event and in no slice.
+
+    A check then finds that the pod holds it.
+    """
     monkeypatch.setattr(device_reconciliation, "RESOLVE", 3600.0)  # the test calls the check itself
     async with running(node, Share(0)) as bridge:
         await moved(bridge, State.PLUGIN)
@@ -157,7 +160,7 @@ async def test_a_ledger_that_lost_its_end_is_corrected_and_alarm_raised(
         (device,) = node.devices_of(pod)
         path = bridge.ledger_path
     Path(path).unlink()
-    with DirectLedger(str(path)) as made:  # as if all later records had been lost
+    with DirectLedger(str(path)) as made:  # as if all records that came later had been lost
         made.do(reconcile_evidence(R, Evidence(), ["d0", "d1"], Side.DRA, 1.0, D))
     async with running(node, Share(part=1.0)) as bridge:
         # A scan or the reconciliation finds the conflict; a reconciliation after a scan resolves it at once.
@@ -175,7 +178,7 @@ async def test_a_ledger_that_lost_its_end_is_corrected_and_alarm_raised(
 
 
 async def test_a_checkpoint_that_shows_an_ended_pod_alarms_nobody(node: FakeNode) -> None:
-    """A checkpoint that still shows an ended pod does not quarantine that pod's device, which is on the DRA side."""
+    """If a checkpoint still shows an ended pod, that pod's device, which is now for claims, is not quarantined."""
     async with running(node, Share(0)) as bridge:
         await moved(bridge, State.PLUGIN)
         pod = await asyncio.to_thread(lambda: node.start_pod("train", {R: 1}).wait_running(20))
@@ -196,7 +199,7 @@ async def test_a_checkpoint_that_shows_an_ended_pod_alarms_nobody(node: FakeNode
 async def test_no_slice_has_a_device_before_its_evidence_was_reconciled(
     node: FakeNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A device whose holder is uncertain is in no slice until that is resolved; the other device is published."""
+    """A device whose holder is uncertain is in no slice until that is resolved; another device is published."""
     reconcile, doubt = DeviceReconciler.reconcile, True
 
     async def doubting(self: DeviceReconciler, one: ResourceRuntime, devices: Sequence[str]) -> tuple[str, ...]:
@@ -221,7 +224,7 @@ async def test_no_slice_has_a_device_before_its_evidence_was_reconciled(
 async def test_nothing_moves_before_the_node_was_read(
     node: FakeNode, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """While the Node cannot be read, no device moves; then the share in its annotation counts, not the config's."""
+    """While the Node cannot be read, no device moves; then the Node's annotation counts, not the config's share."""
     follow, back = NodeWatch.run, asyncio.Event()
 
     async def later(self: NodeWatch) -> None:
@@ -244,7 +247,7 @@ async def test_nothing_moves_before_the_node_was_read(
 
 
 def annotate(node: FakeNode, share: str) -> None:
-    """Request a share by the Node's annotation."""
+    """Request by the Node's annotation how many devices are for claims (the share)."""
     body = node.server.get("nodes", NODE)
     body["metadata"].setdefault("annotations", {})[f"{D}/dra-share"] = share
     node.server.replace(body)
@@ -253,7 +256,7 @@ def annotate(node: FakeNode, share: str) -> None:
 async def test_an_invalid_share_keeps_the_last_valid_one_over_a_restart(
     node: FakeNode, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """An invalid share is logged once, and the last valid share stays, also after a restart."""
+    """An invalid share in the annotation is logged once; the last valid share still counts, also after a restart."""
     annotate(node, "all")
     async with running(node, Share(0)) as bridge:
         await moved(bridge, State.DRA)
@@ -297,9 +300,9 @@ def made_anew(body: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("share", ["all", "all force"])
 async def test_the_share_outlasts_the_node_object(node: FakeNode, caplog: pytest.LogCaptureFixture, share: str) -> None:
-    """The requested share stays if the Node is deleted, or recreated without the annotation, also after a restart.
+    """The share (the devices for claims) stays if the Node is deleted, or recreated without the annotation for it.
 
-    If the annotation is removed from the same Node, the config's share counts.
+    It survives a restart of the agent. If the annotation is removed from the same Node, the config's share counts.
     """
     annotate(node, share)
     async with running(node, Share(0)) as bridge:
@@ -333,7 +336,7 @@ async def test_the_share_outlasts_the_node_object(node: FakeNode, caplog: pytest
 
 
 async def test_an_agent_whose_ledger_is_removed_ends_and_the_next_one_knows_the_holders(node: FakeNode) -> None:
-    """An agent whose ledger is removed ends with an error; the next agent learns from evidence what the pod holds."""
+    """An agent whose ledger is removed ends with an error; the next agent learns from files what the pod holds."""
     bridge = agents.bridge(node, [fpgas(2)], Share(0))
     task = asyncio.create_task(bridge.run())
     await moved(bridge, State.PLUGIN)
@@ -350,7 +353,7 @@ async def test_an_agent_whose_ledger_is_removed_ends_and_the_next_one_knows_the_
         assert states(after)[device] is State.TO_DRA
 
 
-# Moves and publication at the start.
+# Moves and the publication of slices at the start.
 
 
 async def test_nothing_moves_before_karpenter_has_initialized_the_node(node: FakeNode) -> None:
@@ -410,11 +413,11 @@ async def test_a_lease_that_is_lost_is_written_again(node: FakeNode) -> None:
 
 @pytest.mark.parametrize("former", [False, True])
 async def test_a_pool_is_published_where_a_rollout_asks_for_it(node: FakeNode, former: bool) -> None:
-    """Without devices on the DRA side, a slice is published only while the Node's annotation `dra-pool` asks for it.
+    """If no device is for claims, a slice is published only while the Node's annotation `dra-pool` asks for it.
 
     former: an earlier agent has left slices.
     """
-    if former:  # as a former agent leaves it
+    if former:  # an earlier agent leaves its slice
         async with running(node, Share(part=1.0)) as bridge:
             await moved(bridge, State.DRA)
             await until(lambda: node.server.objects("resourceslices"), "the slice")
@@ -430,7 +433,7 @@ async def test_a_pool_is_published_where_a_rollout_asks_for_it(node: FakeNode, f
 
 
 async def test_a_start_with_its_ledger_reads_each_list_once_and_writes_nothing(node: FakeNode) -> None:
-    """A start with a ledger lists Node, Lease and two selections of slices once each, no claims, and writes nothing."""
+    """If the ledger exists, the start lists Node, Lease and two selections of slices once each, and writes nothing."""
     async with running(node, Share(part=1.0)) as bridge:
         await moved(bridge, State.DRA)
         await until(lambda: node.server.objects("resourceslices"), "the slice")

@@ -81,7 +81,7 @@ def status_of(made: Any) -> BridgeStatus:
 
 
 def publisher(observed: ObservedPool | None = None, state: PoolState | None = None) -> Any:
-    """Return a publisher as a report reads it; its watch is alive."""
+    """Return what a report reads of a publisher; the publisher's watch is alive."""
     seen = observed or ObservedPool(Comparison(1, 7, frozenset({"a", "c"})), accepted=True)
     return SimpleNamespace(
         state=lambda name: state or PoolState(3, 3, 7, 1, frozenset({"a", "c"}), frozenset(), (), 9),
@@ -104,12 +104,12 @@ def failing(text: str, code: int = 0, since: float = 2 * LOST) -> Failing:
 
 
 def api_problems(made: Any) -> list[str]:
-    """Return the problems, without the problem of pods that a kubelet restart would end."""
+    """Return the reported problems, without the problem of pods that a kubelet restart would end."""
     return [problem for problem in status_of(made).report().problems if "kubelet restart" not in problem]
 
 
 def bridge(**changes: Any) -> Any:
-    """Return the parts of a bridge that a report reads, with these parts changed."""
+    """Return the parts of a bridge that a report reads, with the given parts in place of the usual ones."""
     records = {
         (RESOURCE, name): DeviceRecord(RESOURCE, name, state, 5.0, reason="the share is 2", driver=DRIVER)
         for name, state in (("a", State.DRA), ("b", State.TO_DRA), ("c", State.TO_PLUGIN), ("d", State.QUARANTINED))
@@ -185,7 +185,7 @@ def values(status: BridgeStatus) -> dict[str, float]:
 
 
 def test_places_are_those_of_the_ledger() -> None:
-    """A device's location has its state, its side, since when, why, and which holder its move waits for."""
+    """A device's location has its state, side (plugin or DRA), since when, why, and for which holder its move waits."""
     places = status_of(bridge()).report().locations
     assert places[RESOURCE, "a"] == DeviceLocation(State.DRA, 5.0, "the share is 2")
     assert places[RESOURCE, "b"] == DeviceLocation(State.TO_DRA, 5.0, "the share is 2", "team/train")
@@ -194,7 +194,7 @@ def test_places_are_those_of_the_ledger() -> None:
 
 
 def test_claims_hold_devices_but_administrators_do_not() -> None:
-    """A claim that is being prepared holds its devices already; a claim with adminAccess is listed and holds none."""
+    """A claim that is being prepared counts as holder of its devices; a claim with adminAccess holds no devices."""
     claims = status_of(bridge()).report().claims
     assert [one.claim for one in claims if one.admin]
     assert {one for one in claims if not one.admin} == {
@@ -204,7 +204,7 @@ def test_claims_hold_devices_but_administrators_do_not() -> None:
 
 
 def test_claims_have_the_pods_that_they_were_prepared_for() -> None:
-    """A claim is reported with the names of the pods that use it."""
+    """A claim is reported with the names of the pods that use the claim."""
     made = bridge()
     ledger = made.drivers[DRIVER].async_ledger
     claims = {key: replace(one, pods=frozenset({"1"})) for key, one in ledger.snapshot.claims.items()}
@@ -213,9 +213,9 @@ def test_claims_have_the_pods_that_they_were_prepared_for() -> None:
 
 
 def test_an_api_server_out_of_reach_is_a_problem_and_an_event() -> None:
-    """An API server out of reach for long is a problem with its start time, and an event; the agent stays ready.
+    """If the API server is long out of reach, this is a problem with a start time and an event; the agent stays ready.
 
-    Its return is an event, too. A short outage is neither.
+    The return of the API server is an event, too. A short outage is neither a problem nor an event.
     """
     made = bridge()
     made.drivers[DRIVER].resources[RESOURCE].handover.denied = ()
@@ -254,7 +254,7 @@ def test_credentials_that_are_refused_are_one_problem() -> None:
 
 
 def test_a_token_that_is_not_renewed_is_a_problem() -> None:
-    """A token at 99 % of its life is a problem, and at 50 % is not; its expiry is a metric."""
+    """A token at 99 % of its life is a problem, and at 50 % it is none; the token's expiry is a metric."""
     made, now = bridge(), time.time()
     made.cluster.statistics.token = TokenLife(now - 50, now + 50)
     assert api_problems(made) == []
@@ -341,12 +341,12 @@ def test_a_driver_is_not_registered_with_a_kubelet_that_is_gone(one: Any, regist
 
 
 def test_the_node_is_that_of_the_bridge() -> None:
-    """The report has the name of the bridge's node."""
+    """The report has the name of the agent's node."""
     assert status_of(bridge()).report().node == "n8"
 
 
 def test_figures_are_those_of_the_parts() -> None:
-    """The metrics of claims, hooks, moves, slices and the API server have the values of the bridge's parts."""
+    """The metrics of claims, hooks, moves, slices and the API server have the values of the agent's parts."""
     found = values(status_of(bridge()))
     assert {
         f"dra_registered {DRIVER}": 1,
@@ -415,7 +415,7 @@ def test_figures_are_those_of_the_parts() -> None:
     ],
 )
 def test_what_is_missing_is_said(changes: dict[str, Any], why: str) -> None:
-    """Slices that are not published, or a ledger that another agent has, make the agent unready, with the reason."""
+    """Slices that are not published, or a ledger that another agent has, make the agent unready, with a reason."""
     (reason,) = status_of(bridge(**changes)).report().unready
     assert re.search(why, reason)
 
@@ -432,7 +432,7 @@ def test_a_driver_that_the_kubelet_refused_is_said() -> None:
 
 
 def test_a_former_driver_is_missed_only_while_it_has_something_to_do() -> None:
-    """A former driver that is not registered makes the agent unready only while it has claims to unprepare."""
+    """A former config's driver that is not registered makes the agent unready only while it has claims to unprepare."""
     made = bridge()
     former = made.drivers[DRIVER]
     former.registrar = SimpleNamespace(
@@ -458,7 +458,7 @@ def test_pods_that_a_kubelet_restart_would_end_are_a_problem() -> None:
 
 
 def test_status_is_made_for_json() -> None:
-    """The bridge's status can be written as JSON, and has waits, shares and publication."""
+    """The agent's status can be written as JSON, with waits of moves, shares, and whether slices are published."""
     status = json.loads(json.dumps(status_of(bridge()).report().status))
     assert status[DRIVER]["waiting"] == {RESOURCE: {"b": "team/train", "c": "a list of claims"}}
     assert status[DRIVER]["shares"] == {RESOURCE: "2"}
@@ -467,7 +467,7 @@ def test_status_is_made_for_json() -> None:
 
 @promtool
 def test_promtool_finds_nothing_wrong() -> None:
-    """`promtool check metrics` finds nothing wrong in the bridge's metrics."""
+    """`promtool check metrics` finds nothing wrong in the agent's metrics."""
     still = Still(resource("a", "b", "c", "d"))
     still.providers.append(status_of(bridge()))
     registry = CollectorRegistry(auto_describe=False)

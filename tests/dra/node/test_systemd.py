@@ -1,4 +1,4 @@
-"""An agent with both sides as a systemd unit that starts before the kubelet: when the agent counts as started."""
+"""An agent for limits and claims as a systemd unit that starts before the kubelet: when it counts as started."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def offered(server: FakeApiServer) -> int:
 
 
 def test_ready_after_a_reboot_with_devices_on_both_sides(tmp_path: Path) -> None:
-    """After a reboot the agent is ready without a kubelet and an API server, with devices on both sides."""
+    """After a reboot the agent is ready without kubelet and API server; it has devices for limits and for claims."""
     (tmp_path / "config.yaml").write_text(CONFIG)
     (tmp_path / "cdi").mkdir()
     with service_manager() as manager, contextlib.ExitStack() as stack:

@@ -1,7 +1,7 @@
-"""An agent on the embedded node with failures as on real nodes: no device ever has two holders.
+"""An agent on the fake node with failures as on real nodes: no device ever has two holders.
 
-Failures that tests also cause on real nodes are in tests/scenarios/sides.py. In each test `released` is called for no
-device that a container has at that moment.
+Failures that tests also cause on real nodes are in tests/scenarios/sides.py. In each test, the hook `released` is never
+called for a device that a container has at that moment.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ONE = {R: 1}
 
 
 class Wiped(Listed):
-    """A source that notes the devices that come free. wrong: devices that a container has at that moment."""
+    """A source that notes for which devices `released` is called. wrong: those that a container had at that moment."""
 
     def __init__(self, count: int, node: FakeNode) -> None:
         super().__init__(R, D, *(f"d{number}" for number in range(count)))
@@ -63,7 +63,10 @@ async def reconcile(here: AgentOnNode) -> None:
 
 
 async def test_devices_that_came_free_while_no_agent_ran_are_released_at_the_start(node: FakeNode) -> None:
-    """Devices without a holder at the agent's start are released once, on both sides; held devices are not."""
+    """At the agent's start, `released` is called once for each device without a holder, be it for limits or claims.
+
+    It is not called for held devices.
+    """
     async with witnessed(node, 4) as (here, source):
         here.ask("2")
         await here.until(lambda: list(here.states.values()).count(State.DRA) == 2)
@@ -78,7 +81,7 @@ async def test_devices_that_came_free_while_no_agent_ran_are_released_at_the_sta
 @pytest.mark.parametrize("own", [False, True], ids=["CDI file alone", "own file"])
 @pytest.mark.parametrize("when", ["before", "after"])
 async def test_ledger_and_claim_state_are_lost_and_a_claims_pod_hangs(node: FakeNode, when: str, *, own: bool) -> None:
-    """The claim's files keep its device held until the pod's processes end, and longer if no file names the pod.
+    """A claim's files keep its device held until the pod's processes end, and longer if no file names the pod.
 
     before: the pod is deleted by force while kubelet and agent are down, so only the agent's own file names the pod.
     after: the agent learns from the kubelet which pod has the claim, before the pod is deleted by force.
@@ -117,7 +120,7 @@ async def test_ledger_and_claim_state_are_lost_and_a_claims_pod_hangs(node: Fake
 
 
 async def test_a_pod_that_joins_a_claim_is_in_the_claims_file(node: FakeNode) -> None:
-    """A second pod of a prepared claim is added to the claim's file, by the kubelet's claim state."""
+    """A second pod of a prepared claim is added to the claim's file, as the kubelet's claim state names that pod."""
     async with on_node(node, Wiped(1, node)) as here:
         here.ask("all")
         await here.settle(State.DRA)
@@ -131,7 +134,7 @@ async def test_a_pod_that_joins_a_claim_is_in_the_claims_file(node: FakeNode) ->
 
 
 async def test_a_pod_is_recorded_before_its_claim_ends(node: FakeNode, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A claim's pod is recorded soon after it runs, before the next regular reconciliation."""
+    """A claim's pod is recorded soon after the pod runs, before the next regular reconciliation."""
     monkeypatch.setattr(claim_checks, "RECONCILE", 3600.0)
     async with witnessed(node) as (here, _):
         here.ask("all")
@@ -143,7 +146,7 @@ async def test_a_pod_is_recorded_before_its_claim_ends(node: FakeNode, monkeypat
 async def test_a_claim_ends_soon_after_the_processes_that_outlive_it(
     node: FakeNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A claim that was unprepared while its pod's processes hang ends soon after these processes."""
+    """A claim that was unprepared while its pod's processes hang ends soon after these processes have ended."""
     monkeypatch.setattr(preparation, "PATIENCE", 0.0)
     monkeypatch.setattr(claim_checks, "RECONCILE", 3600.0)
     async with witnessed(node) as (here, _):
@@ -159,7 +162,7 @@ async def test_a_claim_ends_soon_after_the_processes_that_outlive_it(
 
 
 async def test_devices_move_to_the_plugin_side_without_a_kubelet(node: FakeNode) -> None:
-    """Without a kubelet, devices move from DRA to the plugin; moves to DRA wait for the kubelet."""
+    """Without a kubelet, devices move from claims to limits; moves from limits to claims wait for the kubelet."""
     async with witnessed(node, 2) as (here, _):
         here.ask("1")
         await here.until(lambda: list(here.states.values()).count(State.DRA) == 1)
@@ -182,7 +185,7 @@ async def never(wanted: object = ()) -> None:
 
 
 async def test_the_agent_dies_before_it_learns_the_pod_and_the_checkpoint_is_lost(node: FakeNode) -> None:
-    """The agent dies before it learns a grant's pod, and the checkpoint is lost: the device counts as held.
+    """If the agent dies before it learns a grant's pod, and the checkpoint is lost, the device counts as held.
 
     The device is neither released nor moved until the pod has ended.
     """
