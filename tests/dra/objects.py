@@ -1,4 +1,4 @@
-"""Objects of an API server as these tests need them, and drivers that cannot be served."""
+"""Kubernetes objects that tests of agents need, and drivers whose sockets cannot be made."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["allocated_claim", "claim_body", "device_class", "node_body", "unserv
 
 
 def device_class(driver: str) -> dict[str, Any]:
-    """Return a DeviceClass for all devices of a driver, named like it; `...testing.serving` has one by resource."""
+    """Return a DeviceClass for all devices of a driver; the class has the driver's name."""
     spec = {"selectors": [{"cel": {"expression": f'device.driver == "{driver}"'}}]}
     return {"apiVersion": "resource.k8s.io/v1", "kind": "DeviceClass", "metadata": {"name": driver}, "spec": spec}
 

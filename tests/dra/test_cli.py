@@ -82,7 +82,7 @@ class FakeAgent:
 
     @property
     def moving(self) -> bool:
-        """Whether a device is in a move, or the agent has not read the requested share yet."""
+        """Whether a device moves between limits and claims, or the agent has not read the requested share yet."""
         if set(self.states.values()) - {State.PLUGIN, State.DRA}:
             return True
         with contextlib.suppress(KeyError):  # the Node object may be deleted
@@ -96,7 +96,7 @@ class FakeAgent:
         self.server.replace(node)
 
     def work(self) -> None:
-        """Make the moves that the requested share needs and that no holder prevents, and report them."""
+        """Move devices between limits and claims as requested, except held devices, and report their states."""
         asked = self.annotations.get(SHARE)
         share = parse_requested(asked or "none")
         dra, there = (State.DRA, State.TO_DRA), [n for n, s in self.states.items() if s in (State.DRA, State.TO_DRA)]
@@ -112,7 +112,7 @@ class FakeAgent:
         self.tell(asked)
 
     def tell(self, requested: str | None = None) -> None:
-        """Write the Lease with the report. Write the slice if the driver has one, else delete it."""
+        """Write the Lease with the report; write the slice if it has devices or is requested, else delete the slice."""
         counts: dict[str, int] = {}
         for state in self.states.values():
             counts[state.value] = counts.get(state.value, 0) + 1
@@ -165,7 +165,7 @@ class FakeFleet:
     lock: threading.Lock = field(default_factory=threading.Lock)
     """Held while an agent works, and while a test replaces the Node of an agent."""
     most: int = 0
-    """The highest number of nodes that were in a move at the same time."""
+    """The highest number of nodes whose devices have moved at the same time."""
 
     def agent(self, node: str, *, share: str = "", **options: Any) -> FakeAgent:
         """Add a node. share: request this share, and wait until the agent has reported it."""
@@ -514,7 +514,7 @@ def test_files_that_the_metrics_need_are_named(file: Path, capsys: pytest.Captur
 
 
 def test_status_tells_devices_and_holders(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
-    """Status shows side, state, holder and time of each device; the holders by claim come from the API server."""
+    """`status` shows side, state, holder and time of each device; the holders by claim come from the API server."""
     nodes.agent("n1", count=3, held={"gpu-0": "pod default/p"}, share="all")
     nodes.server.create(allocated_claim("c", D, "n1", "gpu-1", "q"))
     ran = bridge("status", "-o", "json")
@@ -544,7 +544,7 @@ def test_status_tells_devices_and_holders(nodes: FakeFleet, bridge: Callable[...
 
 
 def test_status_asks_the_agents(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
-    """Holders and health are those that agents answer, not those of a report; "?" if an agent lacks a device."""
+    """`status` shows holders and health as agents answer them, not as reported; "?" if an agent lacks the device."""
     nodes.agent("n1", count=5, held={"gpu-0": "pod default/ended"})
     nodes.server.create(agent_pod("n1"))
     pod = {"side": "plugin", "namespace": "ml", "pod": "train", "container": "c", "claim": "", "uid": "u"}
@@ -652,7 +652,7 @@ def test_status_of_some_nodes(nodes: FakeFleet, bridge: Callable[..., Ran]) -> N
 
 @pytest.mark.parametrize(("options", "of"), [([], ""), (["--node", "n1"], " of node n1"), (["-o", "json"], "")])
 def test_status_without_anything(nodes: FakeFleet, bridge: Callable[..., Ran], options: list[str], of: str) -> None:
-    """Without a report of an agent, status fails and names the annotation that it looked for."""
+    """If no agent has written a report, `status` fails and names the annotation that it has looked for."""
     nodes.server.create(node_body("n1"))
     ran = bridge("status", *options)
     assert (ran.status, ran.out) == (1, "")
@@ -756,7 +756,7 @@ def test_uninstall_beside_agents_is_refused(nodes: FakeFleet, bridge: Callable[.
 
 
 def test_check_before_the_agents_are_removed(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
-    """--check removes nothing and ignores running agents; it names claims that have devices, with status 1."""
+    """`uninstall --check` removes nothing and ignores running agents; claims that have devices give status 1."""
     claimed(nodes, "n1")
     nodes.server.create(agent_pod("n1"))
     ran = bridge("uninstall", "--driver", D, "--check")
@@ -771,13 +771,13 @@ def test_check_before_the_agents_are_removed(nodes: FakeFleet, bridge: Callable[
 
 
 def test_uninstall_of_nothing(bridge: Callable[..., Ran], tmp_path: Path) -> None:
-    """Without a driver, and with a config that does not exist, the status is 2."""
+    """`uninstall` without a driver, or with a config file that does not exist, ends with status 2."""
     assert bridge("uninstall").status == 2
     assert bridge("uninstall", "--config", str(tmp_path / "none")).status == 2
 
 
 def test_uninstall_that_is_refused(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
-    """A refusal of the API server is reported, with status 1."""
+    """If the API server refuses `uninstall`, the refusal is printed, and the exit status is 1."""
     nodes.server.fail(lambda request: "resourceslices" in request.path, Fault(code=403, message="no, you may not"))
     ran = bridge("uninstall", "--driver", D)
     assert ran.status == 1
@@ -830,7 +830,7 @@ def test_options_of_an_authors_agent(nodes: FakeFleet, logs_restored: None) -> N
 
 
 def test_migrate_there_and_back(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
-    """With --wait the command ends when all devices have moved. --unset removes the annotation."""
+    """`migrate --wait` ends when all devices have moved; `--unset` removes the annotation."""
     agent = nodes.agent("n1")
     ran = bridge("migrate", "n1", "--driver", D, "--share", "50%", "--wait")
     assert ran.status == 0, ran
@@ -845,14 +845,14 @@ def test_migrate_there_and_back(nodes: FakeFleet, bridge: Callable[..., Ran]) ->
 
 
 def test_shares_are_written_as_they_are_read(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
-    """A share with a leading zero is written without the zero."""
+    """A requested share with a leading zero is written to the annotation without the zero."""
     agent = nodes.agent("n1", deaf=True)
     assert bridge("migrate", "n1", "--driver", D, "--share", "02").out == "n1: share 2 requested\n"
     assert agent.annotations == {SHARE: "2"}
 
 
 def test_a_share_is_forced(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
-    """`--force` adds the word force to the share; without a share it is wrong usage."""
+    """`--force` adds the word force to the requested share; `--force` without a share is wrong usage."""
     agent = nodes.agent("n1")
     ran = bridge("migrate", "n1", "--driver", D, "--share", "100%", "--force", "--wait")
     assert (ran.status, ran.out.splitlines()[0]) == (0, "n1: share all force requested")
@@ -862,7 +862,7 @@ def test_a_share_is_forced(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None
 
 
 def test_a_timeout_without_waiting(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
-    """A timeout without --wait is wrong usage, and no annotation is written."""
+    """`migrate --timeout` without --wait is wrong usage, and no annotation is written."""
     agent = nodes.agent("n1", deaf=True)
     ran = bridge("migrate", "n1", "--driver", D, "--share", "2", "--timeout", "1")
     assert (ran.status, ran.err) == (2, "dra-bridge migrate: --timeout needs --wait\n")
@@ -882,7 +882,7 @@ def test_a_timeout_without_waiting(nodes: FakeFleet, bridge: Callable[..., Ran])
     ],
 )
 def test_what_cannot_be_asked_for(nodes: FakeFleet, bridge: Callable[..., Ran], argv: list[str], said: str) -> None:
-    """A wrong share or node is an error with status 2, a missing driver or agent one with 1; nothing is written."""
+    """A wrong share or node gives status 2, a driver or an agent that is missing gives status 1; nothing is written."""
     agent = nodes.agent("n1", deaf=True)
     for name in ("bare", "old"):
         nodes.server.create(node_body(name))
@@ -959,7 +959,7 @@ def test_a_node_without_an_answer_stops_such_a_rollout(nodes: FakeFleet, bridge:
 
 
 def test_a_dry_run_shows_the_order(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
-    """A dry run lists the nodes that would start together and their held devices, and writes nothing."""
+    """`rollout --dry-run` lists the nodes that would start together and their held devices, and writes nothing."""
     nodes.agent("n10")
     nodes.agent("n2", held={"gpu-3": "pod default/p"})
     nodes.agent("n1", share="all")
@@ -974,7 +974,7 @@ def test_a_dry_run_shows_the_order(nodes: FakeFleet, bridge: Callable[..., Ran])
 
 @pytest.mark.parametrize("columns", [80, 120])
 def test_a_dry_run_on_a_terminal(nodes: FakeFleet, columns: int) -> None:
-    """Line breaks are only between node names, and the continuation lines of a group are indented."""
+    """The output of a dry run has line breaks only between node names; further lines of a group are indented."""
     names = [f"ip-10-0-123-{number}.eu-central-1.compute.internal" for number in range(3)]
     for name in names:
         nodes.agent(name)
@@ -989,7 +989,10 @@ def test_a_dry_run_on_a_terminal(nodes: FakeFleet, columns: int) -> None:
 def test_nodes_whose_devices_return_begin_at_a_pace(
     nodes: FakeFleet, bridge: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A node that the pace holds back starts later. The undo lists the claims once, the rollout to DRA never."""
+    """Nodes whose devices return to limits start at a pace: a node that would exceed it starts later.
+
+    An undo to limits lists the claims once, a rollout to DRA never.
+    """
     tried: list[float] = []
 
     def take(_: pace.Pace, now: float) -> bool:
@@ -1116,7 +1119,7 @@ def test_status_on_a_terminal(nodes: FakeFleet, columns: int) -> None:
     ("count", "rows", "patience"), [(10, 10, 10), pytest.param(30, 24, 40, marks=pytest.mark.explore)]
 )
 def test_rollout_of_many_nodes_on_a_terminal(nodes: FakeFleet, count: int, rows: int, patience: int) -> None:
-    """The bar of all nodes and the moving nodes stay on the screen; the reason for the stop is printed last.
+    """The bar of all nodes and the moving nodes stay on the screen; why the rollout stops is printed last.
 
     patience: seconds in which all other nodes must be done, also on a busy machine.
     """
@@ -1137,7 +1140,7 @@ def test_rollout_of_many_nodes_on_a_terminal(nodes: FakeFleet, count: int, rows:
 
 
 def test_status_again_and_again(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
-    """--watch redraws the table in place, with as many lines as the screen has, until Ctrl-C; JSON is refused."""
+    """`status --watch` redraws the table in place, as long as the screen, until Ctrl-C; with JSON it is refused."""
     nodes.agent("n1", count=30, held={"gpu-0": "pod default/p"}, share="all")
     home = "\x1b[H\x1b[2J"
     status, text = on_a_terminal(nodes, "status", "--watch", rows=10, interrupt=lambda text: text.count(home) > 2)
@@ -1153,7 +1156,7 @@ def test_status_again_and_again(nodes: FakeFleet, bridge: Callable[..., Ran]) ->
 
 
 def test_status_again_and_again_into_a_pipe(nodes: FakeFleet) -> None:
-    """Each table begins with a line with the time; one failed request to the API server does not end the command."""
+    """In a pipe, each table of `status --watch` begins with the time; a failed request does not end the command."""
     nodes.agent("n1")
     with started(nodes, "status", "--watch") as process:
         assert process.stdout is not None
@@ -1168,7 +1171,7 @@ def test_status_again_and_again_into_a_pipe(nodes: FakeFleet) -> None:
 
 
 def test_status_of_problems_alone(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
-    """--problems shows only nodes and devices with problems."""
+    """`status --problems` shows only nodes and devices with problems."""
     nodes.agent("n1", count=3)
     nodes.agent("n2", held={"gpu-0": "pod default/p"}, share="all")
     out = bridge("status", "--problems").out
@@ -1281,7 +1284,7 @@ def test_rollout_of_many_nodes_lists_pods_once_for_all_of_them(nodes: FakeFleet,
 
 
 def test_rollout_with_nothing_to_do(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
-    """A node with the requested share already is left alone."""
+    """A node that already has the requested share gets no new share; it is only marked against scale-down."""
     agent = nodes.agent("n1", share="1")
     ran = bridge("rollout", "--driver", D, "--share", "1", "-l", "pool=gpu")
     assert ran.status == 0

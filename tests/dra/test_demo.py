@@ -32,9 +32,9 @@ runpy.run_module("dra_bridge", run_name="__main__")
 
 
 def test_story_is_true_and_the_node_is_served_on(capsys: pytest.CaptureFixture[str]) -> None:
-    """One run to its end shows both parts in plain text; with --hold it then serves `status` and `migrate`.
+    """A run of the demo shows both parts in plain text; with --hold it then serves `status` and `migrate`.
 
-    SIGTERM ends it with 0. It takes many seconds, so that all tests of what it prints are this one.
+    SIGTERM ends the demo with status 0. A run takes many seconds, so this one test checks all that it prints.
     """
     with running([sys.executable, "-u", "-c", WITHOUT_EXTRAS], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
@@ -43,7 +43,7 @@ def test_story_is_true_and_the_node_is_served_on(capsys: pytest.CaptureFixture[s
             lines.append(line)
             if "dra-bridge migrate" in line:
                 break
-        print(text := "".join(lines))  # pytest shows it if something was not as it should be
+        print(text := "".join(lines))  # pytest shows the output if a check fails
         assert process.poll() is None, text
         printed, _, invitation = text.partition("\nStill serving")
         shows_a_device_twice_after_a_naive_switch(printed)
@@ -58,7 +58,7 @@ def test_story_is_true_and_the_node_is_served_on(capsys: pytest.CaptureFixture[s
 
 
 def shows_a_device_twice_after_a_naive_switch(printed: str) -> None:
-    """Check that in the first part two containers have one device, one by the plugin and one by a claim."""
+    """Check that in the demo's first part two containers have one device, one by the plugin and one by a claim."""
     first = printed.split("2. The same with the bridge")[0]
     rows = re.findall(r"^(gpu-\d)\s+(\S+)\s+(plugin|claim)\s+GPU_VISIBLE_DEVICES=(gpu-\d)$", first, re.MULTILINE)
     twice = [row for row in rows if row[1] == "batch"] + [row for row in rows if row[1] == "train-1"]
@@ -66,7 +66,7 @@ def shows_a_device_twice_after_a_naive_switch(printed: str) -> None:
 
 
 def shows_none_twice_with_the_bridge(printed: str) -> None:
-    """Check that in the second part devices move in both directions, and no device has two holders."""
+    """Check that in the demo's second part devices move in both directions, and no device has two holders."""
     second = printed.split("2. The same with the bridge")[1]
     assert "never by two at once" in second
     assert len(re.findall(r"share \S+ +requested, [\d.]+ s later", second)) == len(demo.SHARES)
@@ -107,7 +107,7 @@ def test_the_failure_of_a_pod_fits_on_a_page() -> None:
 
 
 def test_a_harmless_naive_switch_is_not_told_as_harmful(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the naive switch gives no device two holders, the demo ends with 1 and says that it expected that."""
+    """If the naive switch gives no device two holders, the demo ends with 1 and says that it expected two holders."""
     monkeypatch.setattr(demo, "overlaps", lambda holdings: [])
     out = io.StringIO()
     assert demo.main(stream=out) == 1

@@ -263,7 +263,7 @@ def test_config_of_class_and_claim() -> None:
 
 
 def test_extended_resources_go_one_way() -> None:
-    """An allocatable resource comes from the plugin; with 0 allocatable, the newest DeviceClass of its name serves."""
+    """A resource with allocatable devices comes from the plugin; with none, from the newest DeviceClass for it."""
     older = {**device_class(name="old", extendedResourceName=R)}
     newer = {**device_class(name="new", extendedResourceName=R)}
     newer["metadata"] = {**newer["metadata"], "creationTimestamp": "2026-01-01T00:00:00Z"}

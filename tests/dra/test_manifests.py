@@ -80,7 +80,7 @@ def test_no_right_to_write_nodes(config: Config) -> None:
 
 
 def test_the_right_to_ask_agents(config: Config) -> None:
-    """Operators may read pages of pods in the agent's namespace alone; without a metrics port, this role is missing."""
+    """Operators may only read pages of pods in the agents' namespace; without a metrics port they have no such role."""
     agents, role = of_kind(manifests(config, TEXT), "Role")
     assert {resource for rule in agents["rules"] for resource in rule["resources"]} == {"leases"}
     assert (role["metadata"]["name"], role["metadata"]["namespace"]) == ("dra-bridge-operator", "dra-bridge")

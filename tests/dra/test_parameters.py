@@ -47,7 +47,7 @@ run(Plain(), Runner(), Walker(), Parent())
 
 
 def checks(file: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
-    """Return what `manifests --check-parameters=values` prints of an author's file."""
+    """Return the values that `manifests --check-parameters=values` prints for an author's file, by driver."""
     assert cli.main(["manifests", "--source", str(file), "--command", "x", "--check-parameters=values"]) == 0
     return dict(yaml.safe_load(capsys.readouterr().out)["checkParameters"])
 
@@ -64,7 +64,7 @@ def test_each_driver_by_its_sources(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 @helm_is_there
 def test_the_chart_has_the_same_policy(capsys: pytest.CaptureFixture[str]) -> None:
-    """With the printed value the chart makes the same policy as `manifests`."""
+    """With the values that `manifests` prints, the Helm chart makes the same policy as `manifests`."""
     values = yaml.safe_load((TOYS.parent / "values.yaml").read_text())
     found = by_name(rendered({**values, "checkParameters": checks(TOYS, capsys)}))
     command = " ".join(values["command"])
@@ -104,7 +104,7 @@ class Right(msgspec.Struct, tag=True):
     ids=str,
 )
 def test_what_only_the_driver_can_tell_passes(field: Any) -> None:
-    """A field whose values the expression cannot judge has no check, but its name has."""
+    """If the expression cannot judge a field's values, it only checks the field's name."""
     kind = msgspec.defstruct("Kind", [("field", field, None)])
     found = expression([kind])
     assert '"field" in' not in found

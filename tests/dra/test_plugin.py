@@ -73,7 +73,7 @@ def test_a_claim_has_parameters(fake_node: FakeNode, bridged: Bridged) -> None:
 
 
 def test_devices_are_shared_out(fake_node: FakeNode, bridged: Bridged) -> None:
-    """When `bridged` returns, the devices are divided by the share, and both sides give pods the same edits."""
+    """When `bridged` returns, the share of devices is for claims; pods by limits and by claim get the same edits."""
     bridged(Fpga(), share=1)
     assert fake_node.allocatable(R) == 1
     by_limits = fake_node.run_pod("limits", {R: 1})
@@ -99,7 +99,7 @@ def test_a_missing_device_node_is_named_on_both_sides(fake_node: FakeNode, bridg
 
 
 def test_claims_get_nothing_unless_a_share_says_so(fake_node: FakeNode, bridged: Bridged) -> None:
-    """Without a share no device is for claims, as with `dra_bridge.run`."""
+    """Unless a share is given, no device is for claims, as with `dra_bridge.run`."""
     bridged(Fpga())
     assert fake_node.allocatable(R) == 2
     with pytest.raises(TimeoutError):

@@ -1,4 +1,4 @@
-"""The systemd units of an agent outside of pods, and the objects for it."""
+"""The systemd units of an agent that runs outside of pods, and the Kubernetes objects that it needs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def unit(resource: str = BOTH, name: str = "dra-bridge.service", **how: Any) -> 
 
 
 def test_examples() -> None:
-    """The units of examples/systemd are printed for the example with both sides, and for limits alone."""
+    """The units in examples/systemd are printed for the example with limits and claims, and for limits alone."""
     config = parse((ROOT / "examples" / "10-both-sides.yaml").read_text())
     printed = units(config, Deployment()) | units(config, Deployment(plugin_only=True))
     assert {path.name: path.read_text() for path in (ROOT / "examples" / "systemd").glob("d*")} == printed
@@ -84,7 +84,7 @@ def test_a_percent_sign_is_no_specifier() -> None:
 
 
 def test_rights_of_agents_that_are_no_pods(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """The objects have no DaemonSet and no ConfigMap, and the right to a token of the agent's ServiceAccount."""
+    """An agent outside of pods has no DaemonSet and no ConfigMap, and may get tokens of its ServiceAccount."""
     objects = rights(parse(f"resources: [{BOTH}]"))
     assert not {"DaemonSet", "ConfigMap"} & {one["kind"] for one in objects}
     (role,) = (one for one in objects if one["kind"] == "Role" and one["metadata"]["name"] == "dra-bridge-token")

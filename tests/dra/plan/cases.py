@@ -31,7 +31,7 @@ def container(name: str = "main", **limits: int) -> Object:
 
 
 def pod(name: str, count: int = 1, node: str = "", *, status: Object | None = None, **spec: Any) -> Object:
-    """Return a pod with a limit of boards and a scheduler that does not exist."""
+    """Return a pod with a limit of boards; its scheduler does not exist, so that it stays as it is."""
     whole = {"schedulerName": "nobody", "containers": [container(example_net__board=count)] if count else [], **spec}
     if node:
         whole["nodeName"] = node
@@ -179,7 +179,7 @@ TEMPLATE = {
 
 @dataclass(frozen=True)
 class Case:
-    """Objects beside those of CALM, and words in the finding's object and reason. arguments: of the command line."""
+    """Objects that are added to CALM, and words of the finding that they cause. arguments: for the command line."""
 
     kind: FindingKind
     objects: tuple[Object, ...]

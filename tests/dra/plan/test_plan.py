@@ -68,7 +68,7 @@ def planned(*objects: Object, given: tuple[Target, ...] = (), **more: Any) -> Mi
 
 @pytest.mark.parametrize("case", CASES, ids=[case.kind.name for case in CASES])
 def test_each_finding_is_found(case: Case) -> None:
-    """The objects of a case give its finding, with object and reason; the cluster without them does not."""
+    """With the objects of a case, a cluster has the case's finding, with object and reason; without them it has not."""
     given = (Target(BOARD, DRIVER, "all"),) if case.arguments else ()
     found = [one for one in planned(node("n1"), *CALM, *case.objects, given=given).findings if one.kind is case.kind]
     assert any(case.words in f"{one.object} {one.reason}" for one in found), found
@@ -131,7 +131,7 @@ def test_taints_that_are_tolerated_keep_no_agent_away() -> None:
 
 
 def test_a_group_with_whole_slices_is_no_mixed_group() -> None:
-    """Groups whose nodes all have slices, or none, are no finding; a node marked against scale-down is none either."""
+    """Groups whose nodes all have slices, or none, give no finding, nor does a node marked against scale-down."""
     marked = node("n2")
     marked["metadata"]["annotations"] = {cluster_checks.SCALE_DOWN_DISABLED: "true"}
     whole = [in_group(name, "g") for name in ("n3", "n4")]
@@ -156,7 +156,7 @@ def test_the_status_says_the_worst() -> None:
 
 
 def test_each_kind_has_a_check() -> None:
-    """Each finding has a check and a case; no two findings have the same code."""
+    """Each kind of finding has a check, a test and a code of its own."""
     assert CHECKS.keys() == set(FindingKind)
     here = {FindingKind.TOPOLOGY_MANAGER, FindingKind.OPERATOR_RIGHTS}
     assert {case.kind for case in CASES} == set(FindingKind) - here
@@ -164,7 +164,7 @@ def test_each_kind_has_a_check() -> None:
 
 
 def test_uses_and_drain_are_counted() -> None:
-    """Pods are counted by their number of devices, devices by side, and the drain time follows from the pods' ages."""
+    """Pods are counted by how many devices they have, devices by limits and DRA; drain time follows from pods' ages."""
     start = {"phase": "Running", "startTime": "2027-01-15T07:00:00Z"}  # an hour before now
     older = {"phase": "Running", "startTime": "2027-01-15T04:00:00Z"}
     plan = planned(
@@ -223,7 +223,7 @@ def test_dumps_of_both_styles_say_the_same(style: str) -> None:
 
 
 def test_charts_count_by_their_templates() -> None:
-    """Without nodes, the pod templates of workloads are checked; in a cluster they are not."""
+    """If a dump has no nodes, as that of a chart, the pod templates of its workloads are checked; else they are not."""
     template = {"spec": {"containers": [{"name": "a", "resources": {"limits": {BOARD: 33}}}]}}
     head = {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": {"name": "app"}}
     workload: Object = {**head, "spec": {"template": template}}

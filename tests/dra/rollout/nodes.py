@@ -1,4 +1,4 @@
-"""Nodes, their agents and a cluster autoscaler as far as a rollout sees them."""
+"""Nodes, their agents and a cluster autoscaler, as far as a rollout concerns them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.autoscaler import Verdict, judge
 D, R = "fpga.example.com", "example.com/fpga"
 DEVICES = 4
 BUSY, LOW = 3, 1
-"""Of four devices and four CPUs, what the pods of a node use."""
+"""How many of a node's four devices and four CPUs its pods use: on a busy node, and on a node with low use."""
 SHARE, POOL, RECORD = progress.share_annotation(D), progress.pool_annotation(D), autoscaler.mark_annotation(D)
 IDLE, UNREADY = Verdict.IDLE, Verdict.UNREADY
 
@@ -45,9 +45,10 @@ def claim(name: str, device: int) -> dict[str, Any]:
 
 @dataclass
 class Group:
-    """Nodes whose pods use three of four devices and CPUs, and agents that do what they are asked for when let.
+    """Nodes whose pods use three of four devices and CPUs, and agents that do one step each time the test lets them.
 
-    former: nodes with agents that always have a slice. The pods use devices of the DRA side by claims, if they can.
+    former: nodes whose agents, of an older version, always have a slice. Pods have devices by claims where claims get
+    some.
     """
 
     annotations: dict[str, dict[str, str]]
@@ -114,7 +115,7 @@ class Group:
             self.patch(name, autoscaler.release_patch(D, self.now(name), step))
 
     def agent(self, name: str) -> None:
-        """Let an agent take in the share, or else have its devices moved, and then publish its slice."""
+        """Let an agent read the requested share or, if it has read it, move devices; then it publishes its slice."""
         wanted = self.annotations[name].get(SHARE, "")
         if self.known[name] != wanted:
             self.known[name] = wanted
@@ -123,16 +124,17 @@ class Group:
         self.sliced[name] = self.wants_slice(name)
 
     def moving(self) -> int:
-        """Return how many nodes are in the move."""
+        """Return how many nodes have devices that move, or an agent that has not read the requested share."""
         return sum(
             self.at[name] != found.get(SHARE, "") or self.known[name] != self.at[name]
             for name, found in self.annotations.items()
         )
 
     def roll(self, goal: Goal, limits: RolloutLimits, choices: Sequence[int], stop_after: int = 400) -> bool:
-        """Roll out until it is over; return False if it was interrupted. The autoscaler looks at each moment.
+        """Run a rollout until it is over; return False if it was interrupted after `stop_after` steps.
 
-        choices: indices of the agents that go on, beside all in turn. Without marks no autoscaler looks.
+        choices: in each step, this agent and the next in turn go on. The autoscaler looks at the nodes in each step,
+        unless marks are switched off.
         """
         own: set[str] = set()
         names = list(self.annotations)

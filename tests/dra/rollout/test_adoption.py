@@ -104,7 +104,7 @@ def paths(body: Object) -> list[Object]:
 
 
 def test_one_host_path_there_and_back() -> None:
-    """Adoption changes only the hostPath of the kubelet's directory; the undo's patch restores the whole DaemonSet."""
+    """Adoption changes only the hostPath of the kubelet's directory in a DaemonSet; undo restores all of it."""
     body = daemon_set("/dev", f"{PLUGINS}/", metadata={"annotations": {"a": "b"}})
     found = adopt(body, [AGENT], {"n1"})
     assert not found.problems
@@ -128,7 +128,10 @@ def test_two_host_paths_of_the_plugin_watcher() -> None:
 
 
 def test_surge_is_taken_away_and_put_back_last() -> None:
-    """maxSurge becomes 0, as two instances would register at kubelet and agent; the undo restores it last."""
+    """Adoption sets maxSurge to 0, because two plugin pods would register with kubelet and agent at once.
+
+    Undo restores maxSurge last.
+    """
     strategy = {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": "20%", "maxUnavailable": 0}}
     body = daemon_set(PLUGINS, metadata={"annotations": {"a": "b"}}, updateStrategy=strategy)
     made = applied(body, adopt(body, [AGENT], {"n1"}).commands[0])
@@ -141,13 +144,13 @@ def test_surge_is_taken_away_and_put_back_last() -> None:
 
 
 def test_pods_that_nobody_replaces_are_deleted() -> None:
-    """With OnDelete, a second command deletes the pods."""
+    """If the DaemonSet's update strategy is OnDelete, a second command deletes its pods."""
     body = daemon_set(PLUGINS, updateStrategy={"type": "OnDelete"})
     assert adopt(body, [AGENT], {"n1"}).commands[1] == "kubectl delete pods -n vendor -l app=gadgets"
 
 
 def test_a_patch_fails_where_somebody_has_changed_it_meanwhile() -> None:
-    """The patch tests the values that it replaces, and fails if the volumes have changed."""
+    """The patch for an adoption tests the values that it replaces, and fails if the volumes have changed."""
     body = daemon_set(PLUGINS)
     patch = adopt(body, [AGENT], {"n1"}).commands[0]
     body["spec"]["template"]["spec"]["volumes"].insert(0, {"name": "new", "hostPath": {"path": "/new"}})
@@ -156,7 +159,7 @@ def test_a_patch_fails_where_somebody_has_changed_it_meanwhile() -> None:
 
 
 def test_the_way_back_of_a_change_by_hand() -> None:
-    """Without the annotation of the former paths, undo sets the kubelet's directories and notes it."""
+    """Without the annotation of the former paths, undo sets the kubelet's directories, and a note says so."""
     body = daemon_set(OURS, f"{OURS}/plugins_registry", "/dev")
     found = undo(body, [AGENT], [])
     made = applied(body, found.commands[0])
@@ -216,14 +219,14 @@ def test_a_manifest_that_is_applied_again() -> None:
     ],
 )
 def test_what_would_not_work_is_refused(agents: list[AgentPod], body: Object, words: str) -> None:
-    """Adoption is refused if the plugin would find no kubelet.sock, or not the agent's."""
+    """Adoption is refused if the vendor's plugin would find no kubelet.sock, or one that is not the agent's."""
     found = adopt(body, agents, {"n1"})
     assert any(words in one for one in found.problems), found
     assert not found.commands
 
 
 def test_a_part_of_the_directory_is_refused() -> None:
-    """A mount with a subPath of the directory is refused."""
+    """Adoption is refused if a container mounts only a part (subPath) of the kubelet's directory."""
     body = daemon_set(PLUGINS)
     body["spec"]["template"]["spec"]["containers"][0]["volumeMounts"][0]["subPath"] = "x"
     (problem,) = adopt(body, [AGENT], {"n1"}).problems
@@ -239,7 +242,7 @@ def test_options_of_agents() -> None:
 
 
 def test_claims_are_in_the_way_back() -> None:
-    """Undo is refused while claims have devices, devices are on the DRA side, or an agent does not answer."""
+    """Undo of an adoption is refused while claims have devices or may get some, or while an agent does not answer."""
     devices = {
         ("n1", "a/x", "g0"): DeviceNow("Healthy", holder="claim ml/c", state="dra", claims=("ml/c",)),
         ("n1", "a/x", "g1"): DeviceNow("Healthy", holder="", state="dra"),

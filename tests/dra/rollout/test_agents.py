@@ -137,7 +137,7 @@ class Reporting:
 
 
 async def test_claims_of_a_plugin_that_is_away(server: FakeApiServer) -> None:
-    """If the vendor's plugin is not connected, the agent lists no devices; the holders come from its register."""
+    """If the vendor's plugin is not connected, the agent lists no devices; the holders come from the agent's ledger."""
     still = Still(resource(name="v/x", vendor=VendorConnection(connected=False, since=60.0)))
     places = {("v/x", name): DeviceLocation(State.DRA) for name in ("g0", "g1")}
     claims = [ClaimedDevice("v/x", "g0", "ml", "c")]

@@ -1,4 +1,7 @@
-"""The marks of a rollout, judged by a model of the cluster autoscaler: no node that pods use is drained."""
+"""Annotations of a rollout that forbid the cluster autoscaler to remove nodes (marks): no used node is drained.
+
+A model of the autoscaler judges the nodes.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ USED, DISABLED = Verdict.USED, Verdict.DISABLED
 def test_the_model_says_what_the_autoscaler_did(
     slices: Mapping[int, int], annotations: Mapping[str, str], expected: Sequence[Verdict], halted: bool
 ) -> None:
-    """Six nodes, four used at 75 % and two at 25 %, are judged as the real autoscaler has judged them."""
+    """The model judges six nodes, four used at 75 % and two at 25 %, as the real autoscaler has judged them."""
     nodes = [node(f"n{number}", annotations) for number in range(6)]
     pods = [pod for number in range(6) for pod in pods_of(f"n{number}", BUSY if number < 4 else LOW)]
     verdicts = judge(nodes, [slice_of(f"n{number}", devices) for number, devices in slices.items()], pods=pods)
@@ -60,9 +63,10 @@ def test_no_used_node_is_drained_while_a_rollout_runs(
     interrupted: int,
     foreign: frozenset[int],
 ) -> None:
-    """While rollouts run, are interrupted and undone, no used node is drained, and no node is unready at rest.
+    """While rollouts run, are interrupted and undone, the autoscaler drains no used node.
 
-    This holds for any shares and slow nodes. After the undo all annotations are as before.
+    After each rollout no node counts as unready. This holds for any shares and slow nodes. After the undo all
+    annotations are as before.
     """
     theirs = {SCALE_DOWN_DISABLED: "true"}
     first = {f"n{number}": dict(theirs) if number in foreign else {} for number in range(count)}
@@ -84,7 +88,10 @@ def test_no_used_node_is_drained_while_a_rollout_runs(
 
 @given(share=SHARES, count=st.integers(1, 4), former=st.frozensets(st.integers(0, 3), min_size=1))
 def test_nodes_of_former_agents_stay_marked(share: str, count: int, former: frozenset[int]) -> None:
-    """A former agent keeps an empty slice, so its group keeps marks and pools, and no rollout waits for it to go."""
+    """An agent of an older version keeps an empty slice, so the nodes of its group stay marked against scale-down.
+
+    They also keep the annotation that requests a slice. No rollout waits for that slice to go.
+    """
     names = [f"n{number}" for number in range(count)]
     old = frozenset(name for number, name in enumerate(names) if number in former)
     group = Group({name: {} for name in names}, old)
@@ -93,7 +100,7 @@ def test_nodes_of_former_agents_stay_marked(share: str, count: int, former: froz
     kept = bool(old)
     assert all((RECORD in found, POOL in found) == (kept, kept) for found in group.annotations.values())
     assert set(group.verdicts().values()) == {DISABLED if kept else USED}
-    # Once the former agents are replaced, the same rollout takes both away.
+    # Once newer agents run, the same rollout removes mark and request.
     group.former = frozenset()
     assert group.roll(Goal("none", owner="me", take_over=True), RolloutLimits(2), [0])
     assert set(group.verdicts().values()) == {USED}
@@ -101,7 +108,7 @@ def test_nodes_of_former_agents_stay_marked(share: str, count: int, former: froz
 
 
 def test_without_an_autoscaler_nothing_is_marked() -> None:
-    """With --autoscaler ignore nodes are not marked, and the marks of a former run are removed."""
+    """With --autoscaler ignore nodes are not marked against scale-down, and marks of an earlier run are removed."""
     group = Group({"n1": {}, "n2": {}})
     assert group.roll(Goal("2", owner="me"), RolloutLimits(2), [0])
     assert all(SCALE_DOWN_DISABLED in found for found in group.annotations.values())
@@ -113,7 +120,7 @@ def test_without_an_autoscaler_nothing_is_marked() -> None:
 
 
 def test_the_mark_is_shared_by_drivers() -> None:
-    """The mark goes with the rollout of the last driver that has set it."""
+    """A node's mark against scale-down is removed by the rollout of the last driver that has set it."""
     other = "gpu.example.com"
     found: dict[str, str] = {}
     for driver in (D, other):
@@ -131,7 +138,7 @@ def test_the_mark_is_shared_by_drivers() -> None:
 
 
 def test_all_are_marked_before_the_first_pool() -> None:
-    """No pool is asked for while a node is not marked, and no device moves before all pools are there."""
+    """Slices are requested only once all nodes are marked, and devices move only once all these slices are there."""
     bare, marked = Marks(), Marks(disabled=True, own=True)
     asked = Marks(disabled=True, own=True, pool=True)
     nodes = [MarkedNode("n1", bare, Placement.NONE), MarkedNode("n2", marked, Placement.NONE)]
@@ -147,7 +154,7 @@ def test_all_are_marked_before_the_first_pool() -> None:
 
 
 def test_what_status_says_of_marks() -> None:
-    """Status explains the rollout's own mark of a node, and does not mention marks of others."""
+    """`status` explains a mark against scale-down that a rollout has set, and does not mention marks of others."""
     own = Marks(disabled=True, own=True)
     assert "never scaled down" in autoscaler.sentences(own, Placement.PARTIAL)[0]
     assert "the same rollout again" in autoscaler.sentences(own, Placement.ALL)[0]
@@ -155,9 +162,10 @@ def test_what_status_says_of_marks() -> None:
 
 
 def test_a_lease_has_the_report() -> None:
-    """A node's report is read from its Lease.
+    """The report about a node is read from its Lease.
 
-    A report in a ResourceSlice is a former agent's, and takes precedence; a slice with names only has no report.
+    An agent of an older version has its report in a ResourceSlice, which takes precedence. A slice whose annotation has
+    only names of resources has no report.
     """
     report = Progress({R: ResourceProgress("none", {"plugin": 4})}, qualifiers={R: ""})
     names = Progress({}, qualifiers={R: ""})

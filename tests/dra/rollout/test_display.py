@@ -94,7 +94,7 @@ def test_nothing_is_cut(found: list[tuple[str, str, str]], width: int) -> None:
 
 
 def test_many_nodes_begin_with_their_numbers() -> None:
-    """On a terminal devices follow that need attention, and nodes that are not done; a pipe gets all."""
+    """The output for many nodes begins with numbers; then a terminal gets devices that need attention, a pipe all."""
     fine = [view(f"n{number}", device("a", State.DRA), device("b", State.DRA), requested="all") for number in range(40)]
     waiting = view("n99", HELD, BROKEN, requested="1")
     lines = shown(FleetStatus([*fine, waiting]), 120)
@@ -158,11 +158,11 @@ class Bars:
         return len(self.made)
 
     def update(self, task: int, **fields: Any) -> None:
-        """Take a change."""
+        """Accept a change of a bar."""
 
 
 def test_the_first_frame_of_a_rollout_has_its_nodes() -> None:
-    """The bar of all nodes is made with their number: it can be drawn before it is changed."""
+    """The progress bar of all nodes is made with the number of nodes, so that its first drawing is right."""
     bars = Bars()
     Reporter(print, bars).total({"n1": Phase.DONE, "n2": Phase.WAITING})
     (made,) = bars.made

@@ -1,4 +1,4 @@
-"""Views of nodes, their distances and obstacles, and the decisions of rollouts."""
+"""Views of nodes, how many devices have to move, what prevents moves, and which nodes a rollout starts."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ def view(
     ],
 )
 def test_distance(requested: str | None, counts: Mapping[str, int], left: int) -> None:
-    """The distance is the number of devices that still have to move; quarantined devices do not count."""
+    """A node's distance is how many of its devices have to move between limits and claims, without quarantined ones."""
     assert fleet.distance(view(requested=requested, counts=counts)) == left
 
 
 def test_settled_only_once_the_agent_knows() -> None:
-    """A node is not finished before its agent has read the requested share, whatever the counts are."""
+    """A node is not finished before its agent has read the requested share, wherever its devices are."""
     at_rest = view(requested="all", counts={"dra": 4})
     assert fleet.finished(at_rest)
     assert at_rest.reported is not None
@@ -71,7 +71,7 @@ def test_settled_only_once_the_agent_knows() -> None:
 
 
 def test_gone_devices_do_not_count() -> None:
-    """A device that the source no longer lists is shown as gone, and the node is finished without it."""
+    """A device that its source no longer lists is shown as gone, and its node is finished without the device."""
     device = DeviceProgress(State.PLUGIN, 1, gone=True)
     slices = [slice_of("n1", report({"dra": 1}, "all", "all", a=DeviceProgress(State.DRA, 1), b=device))]
     (found,) = fleet.views(D, [node("n1", {SHARE: "all"})], slices)
@@ -110,7 +110,7 @@ def test_holders_are_found_by_the_names_that_the_agent_kept() -> None:
 
 
 def test_views_read_what_the_server_has() -> None:
-    """A view has the annotations, readiness and report of a node; invalid ones are ignored."""
+    """A node's view has its annotations, readiness and report; annotations and reports that are invalid are ignored."""
     nodes = [node("n10", {SHARE: "1", BEFORE: '{"share":null}'}), node("n9", {BEFORE: "garbage"}, "False"), node("n8")]
     broken = slice_of("n9", None)
     broken["metadata"]["annotations"] = {progress.annotation(D): "garbage"}
@@ -153,13 +153,13 @@ def test_claims_name_holders_of_a_shared_device() -> None:
     ],
 )
 def test_obstacles_of_a_node(found: NodeView, said: str) -> None:
-    """`obstacles` explains why a whole node does not move."""
+    """`obstacles` explains why none of a node's devices moves."""
     (line,) = fleet.obstacles(found)
     assert said in line
 
 
 def test_obstacles_of_devices() -> None:
-    """`obstacles` names moving devices with what they wait for; with idle-only moves it names all holders."""
+    """`obstacles` names what moving devices wait for, and all holders if devices only move when they are idle."""
     moving = report(
         {"to-dra": 1, "plugin": 1}, "all", "all", a=DeviceProgress(State.TO_DRA, 1, "pod d/p", "its holder")
     )
@@ -202,7 +202,7 @@ def pod(name: str, phase: str = "Failed", limits: Mapping[str, str] | None = Non
 
 
 def test_failing_pods_are_those_of_devices() -> None:
-    """Only pods with these resources or with claims count: Failed pods, and Pending pods that cannot be prepared."""
+    """Of pods that use the resources or claims, a rollout counts the failed ones and those that cannot be prepared."""
     pods = [
         pod("a", limits={R: "1"}),
         pod("b", limits={"cpu": "1"}),
@@ -222,11 +222,11 @@ def test_failing_pods_are_those_of_devices() -> None:
     }
 
 
-# Decisions.
+# Decisions of a rollout.
 
 
 def test_phases() -> None:
-    """The phase of a node follows from the requested share and the moves so far."""
+    """A node's phase in a rollout follows from the requested share and from how many devices have moved."""
     goal, undo = Goal("all"), Goal(undo=True)
     assert fleet.phase(goal, view()) is Phase.WAITING
     assert fleet.phase(goal, view(requested="all", counts={"dra": 1, "to-dra": 3})) is Phase.MOVING
@@ -245,7 +245,7 @@ def test_nodes_that_are_not_ready_are_not_begun() -> None:
 
 
 def test_a_node_under_way_elsewhere_counts() -> None:
-    """A node in a move to another share counts as moving: it starts first, and takes one of the places."""
+    """A node whose devices move for another request counts as a moving node, and the rollout starts it first."""
     nodes = [view("n1"), view("n2", requested="2", counts={"to-dra": 2, "plugin": 2})]
     assert fleet.decide(Goal("all"), nodes, RolloutLimits(1)).begin == ("n2",)
     assert fleet.decide(Goal("all"), nodes, RolloutLimits(2)).begin == ("n2", "n1")
@@ -262,7 +262,7 @@ def test_a_stalled_node_stops_it() -> None:
 
 
 def test_begin_keeps_the_first_record() -> None:
-    """The former share is recorded at the first of several rollouts only; the failing pods are recorded each time."""
+    """The first of several rollouts records a node's former share; each of them records the node's failing pods."""
     first = fleet.begin_patch(Goal("all"), D, node("n1", {SHARE: "2"}), ["b", "a"])
     assert first is not None
     kept = first["metadata"]["annotations"]
@@ -349,14 +349,14 @@ def test_contradicting_rollouts(goal: Goal, found: NodeView, own: Sequence[str],
 
 
 def test_contradictions_of_many_nodes_are_one_sentence() -> None:
-    """The nodes of one other rollout are named in one line."""
+    """If another rollout has requested the share of many nodes, one line names them all."""
     found = [replace(owned("all", ALICE), node=f"n{number}") for number in range(8)]
     said = "n0, n1, n2, n3, n4 and 3 more: share all requested by the rollout of alice (share all)"
     assert fleet.decide(BOB, found, RolloutLimits()).stop == (f"{said}; --take-over replaces it",)
 
 
 def test_who_takes_over_keeps_what_was_before() -> None:
-    """A takeover keeps the recorded former share, and records the new owner."""
+    """A takeover of another rollout's node keeps the record of the former share, and records the new owner."""
     found = node("n1", {SHARE: "all", BEFORE: '{"share":"2","owner":"alice (share all)"}'})
     patch = fleet.begin_patch(replace(BOB, take_over=True), D, found, [])
     assert patch is not None
@@ -379,7 +379,7 @@ def test_a_node_that_is_gone_is_waited_for() -> None:
 
 
 def test_a_record_is_removed_only_where_its_share_is_restored() -> None:
-    """The record of the former share is removed only if the Node still has that share."""
+    """The record of a Node's former share is removed only if the Node has that share again at this moment."""
     undo = Goal(undo=True, owner="bob (undo)")
     record = '{"share":"2","owner":"bob (undo)"}'
     assert fleet.forget_patch(undo, D, node("n1", {SHARE: "2", BEFORE: record})) is not None
@@ -388,7 +388,7 @@ def test_a_record_is_removed_only_where_its_share_is_restored() -> None:
 
 
 def test_pause_ends_after_the_first_nodes() -> None:
-    """With pause, no node starts after the first ones of this run; the run is over when these are done."""
+    """With pause, no node starts after the first nodes of this run; the run is over when these nodes are done."""
     moving = [view("n1", requested="all", counts={"to-dra": 4}), view("n2")]
     limits = RolloutLimits(1, pause=True)
     assert fleet.decide(Goal("all"), moving, limits, own={"n1"}) == fleet.RolloutStep()

@@ -17,7 +17,7 @@ from tests.dra.objects import claim_body
 @pytest.mark.parametrize("size", [0, 1e6, 120e6, 2e9])
 @pytest.mark.parametrize("step", [0.1, 2.0])
 def test_all_agents_together_list_so_many_bytes_a_second(size: float, step: float) -> None:
-    """Over any time the lists of the started nodes have at most the allowed bytes, and use most of them."""
+    """Over any time, the lists of claims of all started nodes have at most the allowed bytes, and most of them."""
     bound, seconds = Pace(size), 1_000.0
     begun = 0
     for number in range(round(seconds / step)):
@@ -56,7 +56,7 @@ async def test_the_list_of_claims_is_measured() -> None:
     ],
 )
 def test_nodes_whose_devices_return(share: str | None, counts: Mapping[str, int], back: bool) -> None:
-    """Devices return where more of them are on the DRA side than the share says, and where that is not known."""
+    """A node's devices return to limits if more of them are for claims than requested, or if that is not known."""
     reported = Progress({"example.com/gpu": ResourceProgress("x", dict(counts))})
     assert returns(Goal(share), NodeView("n1", "d", reported=reported)) is back
     undone = NodeView("n1", "d", before=Before(share), reported=reported)

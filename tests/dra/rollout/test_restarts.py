@@ -1,4 +1,4 @@
-"""Which pods a restart of the kubelet would end, by the API server."""
+"""Which pods a restart of the kubelet would end, according to the objects in the API server."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def pod(name: str, at: int, count: int = 1, *, dra: bool = False, phase: str = "
     ],
 )
 def test_pods_that_are_denied(pods: list[dict[str, Any]], ended: tuple[str, ...]) -> None:
-    """Pods have the order of the kubelet. Ended pods, and pods without a limit of the resource, do not count."""
+    """The kubelet's order of pods decides which ones end; ended pods, and pods without the resource, do not count."""
     assert denied_pods(pods, R) == ended
 
 
@@ -54,7 +54,7 @@ def view(*states: State) -> NodeView:
 
 
 def test_nodes_with_holders_on_both_sides() -> None:
-    """No other node is looked at; a pod that its agent names is not named again."""
+    """Only nodes with devices held on both sides, plugin and DRA, are looked at; a pod is not named a second time."""
     # The pods are created within one second, so the kubelet may take either for the older one.
     pods = {"n1": [pod("served", 1, dra=True), pod("young", 2)]}
     assert mixed(view(State.DRA, State.DRA)) == []

@@ -34,7 +34,7 @@ def server() -> Iterator[FakeApiServer]:
 
 
 def populate(server: FakeApiServer, count: int) -> None:
-    """Make Nodes and Leases as agents write them: each node has holders on both sides, so its pods matter."""
+    """Make Nodes, and Leases as agents write them. Each node has holders by limits and by claims: its pods matter."""
     held = {"a": DeviceProgress(State.PLUGIN, 0, "pod ml/old"), "b": DeviceProgress(State.DRA, 0, "claim ml/c")}
     report = progress.encoded(Progress({R: ResourceProgress("50%", {"plugin": 1, "dra": 1}, held)}))
     labels = {"app.kubernetes.io/managed-by": "dra-bridge"}
@@ -71,9 +71,10 @@ async def asked(server: FakeApiServer, names: Sequence[str] = ()) -> tuple[Fleet
 
 @pytest.mark.parametrize("pods", [True, False], ids=["pods of agents", "no agents"])
 async def test_requests_do_not_grow_with_the_nodes(server: FakeApiServer, pods: bool) -> None:
-    """All nodes are read by lists, although pods wait and nodes have holders on both sides; each agent is asked once.
+    """Nodes, Leases and pods are read by lists, so the number of these requests hardly grows with the nodes.
 
-    Where no agent answers, only some nodes are asked at the port of agents outside of pods.
+    Pods wait, and nodes have holders by limits and by claims. Each agent is asked once. Where no agent answers, only
+    some nodes are asked at the port of agents outside of pods.
     """
     made: dict[int, Counter[str]] = {}
     for size in SIZES:
@@ -92,7 +93,7 @@ async def test_requests_do_not_grow_with_the_nodes(server: FakeApiServer, pods: 
     print({kind: f"{large[kind]} for {SIZES[1]} nodes, {small[kind]} for {SIZES[0]}" for kind in large})
     most = 2 * AT_ONCE
     assert large.pop("/proxy/") == (SIZES[1] if pods else most)
-    assert small.pop("/proxy/") == (SIZES[0] if pods else 30)  # Every seventh node is among the first.
+    assert small.pop("/proxy/") == (SIZES[0] if pods else 30)  # The nodes that are asked first are every seventh node.
     # The first page has at most 100 objects, the next 400.
     assert small.total() < 20
     assert large.total() <= small.total() + 6
@@ -112,7 +113,7 @@ async def test_few_nodes_are_read_alone(server: FakeApiServer) -> None:
 
 
 async def test_the_nodes_are_shown_before_agents_are_asked(server: FakeApiServer) -> None:
-    """The listed nodes are passed on before claims, pods and agents are read."""
+    """The listed nodes are passed to the caller before claims, pods and agents are read."""
     populate(server, 3)
     server.proxied = lambda path: (503, "connection refused")
     shown: list[int] = []
@@ -134,7 +135,7 @@ async def test_agents_outside_of_pods_are_asked_in_the_way_in_which_one_answered
     answer = {"resources": [], "holdersKnown": True}
     server.proxied = lambda path: (200, answer) if "/https:" in path else (503, "EOF")
     found, made = await asked(server)
-    assert made["/proxy/"] == 40 + 14  # Every third node is among the first.
+    assert made["/proxy/"] == 40 + 14  # The nodes that are asked first, both ways, are every third node.
     why = "its agent does not serve these devices now"
     assert found.unknown == [f"unknown holders or health (?) on n0, n1, n2, n3, n4 and 35 more: {why}"]
 

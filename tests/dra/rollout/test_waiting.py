@@ -1,4 +1,4 @@
-"""Which moves would let pods start that wait for devices of both sides."""
+"""Hints at moves of devices between limits and claims that would let waiting pods start."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ NODE = "n1"
     ],
 )
 def test_moves_for(room: Room, resource: int, devices: int, moved: int) -> None:
-    """As few devices as are missing move, and none where they would not be enough or be missing on the other side."""
+    """As few devices move as a pod misses; none moves if they are not enough, or would be missing for other pods."""
     assert moves_for(room, resource, devices) == moved
 
 
@@ -76,14 +76,14 @@ def node(number: int) -> dict[str, Any]:
 
 
 async def hints(cluster: Cluster, here: NodeView) -> list[str]:
-    """Read what hints are made of, and return them."""
+    """Read from the API server what hints need, and return the hints."""
     waits = await waiting.waits(cluster, [here])
     found = await nodes_by_name(cluster, [NODE]), await pods_by_node(cluster, [NODE], [R])
     return waiting.hints([here], *found, waits)
 
 
 async def test_a_pod_that_asks_for_more_than_either_side_has() -> None:
-    """A pod wants four devices, and each side has three free: one move lets the pod start."""
+    """A pod asks for four devices, three are free for limits and three for claims: the hint is to move one device."""
     with FakeApiServer() as server:
         server.create(node(4))
         server.create(pod("runs", 1, NODE, phase="Running"))
@@ -99,7 +99,7 @@ async def test_a_pod_that_asks_for_more_than_either_side_has() -> None:
 
 
 def test_devices_that_are_withheld_explain_why_none_is_free() -> None:
-    """A device that is withheld is missing from allocatable besides its pod's request: the hint names it."""
+    """A withheld device lowers allocatable in addition to its pod's request, so the hint names the device."""
     first, *others = view(a=State.PLUGIN, b=State.PLUGIN, c=State.DRA).devices
     withheld = msgspec.structs.replace(first, withheld="not known")
     here = replace(view(), devices=(withheld, *others))
@@ -110,7 +110,7 @@ def test_devices_that_are_withheld_explain_why_none_is_free() -> None:
 
 
 async def test_a_pod_whose_claim_asks_for_more_than_is_idle() -> None:
-    """The hint names the larger share; a claim that has its devices is not waited for."""
+    """For a pod whose claim waits, the hint names a larger share; a claim that is allocated gets no hint."""
     with FakeApiServer() as server:
         server.create(node(4))
         server.create(pod("waits", claim="c"))
@@ -125,7 +125,7 @@ async def test_a_pod_whose_claim_asks_for_more_than_is_idle() -> None:
 
 
 async def test_where_no_pod_waits_one_list_is_read() -> None:
-    """Without waiting pods the hints cost one request."""
+    """If no pod waits, the hints about moves cost one list of pods."""
     with FakeApiServer() as server:
         server.create(node(4))
         async with Cluster.from_server(server.url) as cluster:
@@ -165,7 +165,7 @@ def test_classes_that_name_one_extended_resource(classes: list[dict[str, Any]], 
 
 @pytest.mark.parametrize("taken", [{}, {R: class_name(R, D)}, {R: "former"}])
 def test_no_move_is_named_while_pods_get_devices_of_another_class(taken: dict[str, str]) -> None:
-    """If a former driver's DeviceClass is the one that is used, it has to be deleted: no move is named."""
+    """If pods get devices by a former driver's DeviceClass, that class has to be deleted, so no move is named."""
     waits = [waiting.wait_of(pod("waits", 1), ())]
     found = waiting.hints_of(view(c=State.DRA), node(0), [], waits, taken)
     assert bool(found) is (taken != {R: "former"})

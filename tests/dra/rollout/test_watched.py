@@ -1,4 +1,4 @@
-"""The nodes of a rollout, by watches and by the answers to its writes."""
+"""A rollout's view of its nodes, from watches and from the answers to the rollout's own writes."""
 
 from __future__ import annotations
 

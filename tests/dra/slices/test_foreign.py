@@ -1,4 +1,4 @@
-"""Writes of other clients to the agent's pool: they are found, reported, and undone."""
+"""Writes of other clients to the agent's pool of ResourceSlices: they are found, reported, and undone."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def server() -> Iterator[FakeApiServer]:
 async def publishing(
     server: FakeApiServer, devices: int = 2, noticed: list[tuple[str, ForeignKind, str]] | None = None, **options: Any
 ) -> AsyncIterator[Publisher]:
-    """Run a publisher of this number of devices, and begin the body once the API server has them."""
+    """Run a publisher of this many devices; the block begins once the API server has the devices."""
     seen = noticed if noticed is not None else []
     async with client(server) as cluster:
         publisher = Publisher(cluster, NODE, noticed=lambda *what: seen.append(what), **{"burst": 10_000, **options})
@@ -98,7 +98,7 @@ def kinds(publisher: Publisher) -> dict[ForeignKind, int]:
 @pytest.mark.parametrize("generation", [0, 1, 2, 1000, UNGROWABLE - 1, UNGROWABLE, MOST - 1, MOST])
 @pytest.mark.parametrize("count", [1, 2, 7])
 async def test_a_slice_in_the_pool(server: FakeApiServer, generation: int, count: int) -> None:
-    """A foreign slice in the pool is deleted, for any generation and count, and the pool can still change."""
+    """Another client's slice in the agent's pool is deleted at any generation and count; the pool can still change."""
     noticed: list[tuple[str, ForeignKind, str]] = []
     async with publishing(server, noticed=noticed) as publisher:
         server.create(foreign(generation=generation, count=count))
@@ -115,7 +115,7 @@ async def test_a_slice_in_the_pool(server: FakeApiServer, generation: int, count
 @pytest.mark.parametrize("generation", [1, 5, MOST])
 @pytest.mark.parametrize("how", NODELESS)
 async def test_a_slice_without_a_node(server: FakeApiServer, how: str, generation: int) -> None:
-    """A foreign slice in the pool without a nodeName is found and deleted."""
+    """A slice of another client in the agent's pool is found and deleted although it has no nodeName."""
     async with publishing(server) as publisher:
         server.create(foreign(generation=generation, **NODELESS[how]))
         await becomes(server, "gpu0", "gpu1")
@@ -125,7 +125,7 @@ async def test_a_slice_without_a_node(server: FakeApiServer, how: str, generatio
 
 
 async def test_what_is_there_before_the_agent(server: FakeApiServer) -> None:
-    """Foreign slices that were written while no agent ran are deleted at its start."""
+    """Slices that other clients wrote into the pool while no agent ran are deleted at the agent's start."""
     server.create(foreign("one", MOST))
     server.create(foreign("two", MOST, allNodes=True))
     async with publishing(server) as publisher:
@@ -153,7 +153,7 @@ EDITS: dict[str, Callable[[dict[str, Any]], object]] = {
 @pytest.mark.parametrize("devices", [2, 200])
 @pytest.mark.parametrize("edit", EDITS)
 async def test_an_edited_slice(server: FakeApiServer, edit: str, devices: int) -> None:
-    """An own slice that another client edits is restored, and the pool can still change."""
+    """If another client edits a slice of the agent, the agent restores it, and the pool can still change."""
     async with publishing(server, devices) as publisher:
         before = server.objects()
         body = server.objects()[-1]
@@ -173,7 +173,7 @@ async def test_an_edited_slice(server: FakeApiServer, edit: str, devices: int) -
 
 
 async def test_edited_while_no_agent_ran(server: FakeApiServer) -> None:
-    """If all own slices were edited to the highest generation, they are created again in generation 1."""
+    """If another client gave all of the agent's slices the highest generation, they are made again in generation 1."""
     async with publishing(server, 200):
         pass
     for body in server.objects():
@@ -187,7 +187,7 @@ async def test_edited_while_no_agent_ran(server: FakeApiServer) -> None:
 
 @pytest.mark.parametrize("whose", ["another driver's", "another node's", "a slice without a node"])
 async def test_a_name_that_is_taken(server: FakeApiServer, whose: str) -> None:
-    """If a foreign slice has the agent's slice name, the agent uses another name."""
+    """If another client's slice has the name of the agent's slice, the agent uses another name."""
     spec: dict[str, Any] = {"another driver's": HERE, "another node's": {"nodeName": "node2"}}.get(
         whose, {"allNodes": True}
     )
@@ -245,9 +245,9 @@ async def test_slices_of_other_nodes_pools_are_left_alone(server: FakeApiServer)
 @pytest.mark.parametrize("code", [403, 422])
 @pytest.mark.parametrize("generation", [1, 50, MOST])
 async def test_a_slice_that_may_not_be_deleted(server: FakeApiServer, code: int, generation: int) -> None:
-    """If the deletion of a foreign slice is refused, the pool is accepted, and `problems` has the kubectl command.
+    """If the deletion of another client's slice is refused, the agent's slices are accepted all the same.
 
-    The slice is deleted once deletions are allowed.
+    `problems` has the kubectl command for the deletion. The slice is deleted once deletions are allowed.
     """
     server.fail(
         lambda request: request.method == "DELETE", Fault(code=code, message="a policy says no"), times=1_000_000
@@ -267,7 +267,7 @@ async def test_a_slice_that_may_not_be_deleted(server: FakeApiServer, code: int,
 
 
 async def test_a_slice_with_a_finalizer_is_there_until_it_is_gone(server: FakeApiServer) -> None:
-    """A deletion that waits for finalizers is not repeated; until it ends, the slice's devices count as offered."""
+    """A slice that waits for its finalizers is not deleted again; until it is gone, its devices count as offered."""
     async with publishing(server) as publisher:
         body = foreign(generation=MOST)
         body["metadata"]["finalizers"] = ["example.com/stays"]
@@ -316,7 +316,7 @@ async def fighting(server: FakeApiServer, body: dict[str, Any]) -> AsyncIterator
 
 @pytest.mark.parametrize("generation", [1, MOST])
 async def test_somebody_who_writes_again_and_again(server: FakeApiServer, generation: int) -> None:
-    """With a client that writes again and again, the agent's writes are limited, and `problems` reports it."""
+    """If another client writes a slice again and again, the agent limits its own writes, and `problems` reports it."""
     body = foreign(generation=generation)
     async with publishing(server, burst=OFTEN, per_second=0.001) as publisher, fighting(server, body) as fighter:
         await until(lambda: sum(kinds(publisher).values()) >= OFTEN - 1, "it is undone again and again")
@@ -375,7 +375,7 @@ async def test_a_device_in_a_slice_of_others_is_not_withdrawn(
 
 
 async def test_a_device_that_others_add_to_the_own_slice_is_not_withdrawn(server: FakeApiServer) -> None:
-    """If another client adds a withdrawn device to the own slice, the time of withdrawal starts again."""
+    """If another client adds a withdrawn device to the agent's slice, the time of its withdrawal starts again."""
     async with publishing(server) as publisher:
         await became(publisher, pool(*many(1)))
         before = publisher.withdrawn(DRIVER, "gpu1")
@@ -389,7 +389,7 @@ async def test_a_device_that_others_add_to_the_own_slice_is_not_withdrawn(server
 async def test_an_unanswered_write_beside_the_highest_generation(
     server: FakeApiServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After a lost answer the next generation is higher than the own one, and not above the foreign generation."""
+    """After a write without an answer, the next generation is above the agent's own, and below the foreign slice's."""
     async with publishing(server) as publisher:
         replace, lost = Cluster.replace, list[Any]()
 
@@ -408,7 +408,7 @@ async def test_an_unanswered_write_beside_the_highest_generation(
 
 
 async def test_an_unanswered_delete_of_the_highest_generation(server: FakeApiServer) -> None:
-    """After a delete with a lost answer, the generation does not grow to that of the foreign slice."""
+    """If the answer to the delete of a foreign slice is lost, the agent's generation stays below that slice's."""
     async with publishing(server) as publisher:
         server.fail(lambda request: request.method == "DELETE", Fault(done=True))
         server.create(foreign(generation=MOST))
@@ -460,7 +460,7 @@ def test_names_differ_from_those_that_are_taken() -> None:
 
 
 def test_the_writer_is_the_last_that_is_not_the_agent() -> None:
-    """The writer is the latest field manager except the agent; at equal times it is the other one."""
+    """The writer of a slice is its latest field manager; of two at the same time, the one that is not the agent."""
     early, late = "2026-01-01T00:00:00Z", "2026-01-01T00:00:01Z"
     fields = [{"manager": "dra-bridge", "time": late}, {"manager": "kubectl-edit", "time": late},
               {"manager": "helm", "time": early}]  # fmt: skip

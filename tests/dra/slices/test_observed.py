@@ -36,7 +36,7 @@ def now(publisher: Publisher) -> ObservedPool:
 
 
 def later(publisher: Publisher) -> tuple[ObservedPool, float]:
-    """Return the observed pool after a failure has lasted for LOST seconds, with that time."""
+    """Return the publisher's view of the pool LOST seconds from now, and that time: a failure has then lasted."""
     at = time.monotonic() + LOST
     return publisher.observed(DRIVER, at), at
 
@@ -46,7 +46,7 @@ def refuse(server: FakeApiServer, code: int, which: Callable[[LoggedRequest], bo
 
 
 async def test_what_was_published_is_known(server: FakeApiServer) -> None:
-    """The report has the slices, devices and generation of the API server; before the first list it has none."""
+    """The publisher's report has slices, devices and generation as in the API server; before the first list, none."""
     idle = Publisher(Cluster.from_server(server.url), NODE)
     idle.want(pool(*many(3)))
     assert (now(idle).published, now(idle).known) == (False, None)
@@ -60,7 +60,7 @@ async def test_what_was_published_is_known(server: FakeApiServer) -> None:
 @pytest.mark.parametrize("code", [401, 403, 429, 500])
 @pytest.mark.parametrize("undone", ["deleted", "edited"])
 async def test_slices_that_others_undo_while_writes_are_refused(server: FakeApiServer, code: int, undone: str) -> None:
-    """While writes are refused, slices that were deleted or edited do not count as published.
+    """If other clients delete or edit slices while writes are refused, these slices do not count as published.
 
     If the refusal lasts, the agent is not ready until the slices are restored.
     """
@@ -151,7 +151,7 @@ async def test_no_device_counts_as_withdrawn_while_slices_cannot_be_seen(server:
 
 
 async def test_a_watch_in_which_nothing_comes(server: FakeApiServer) -> None:
-    """A change of which the watch is silent is known, and undone, once the watch was silent for long."""
+    """Changes that the watch does not report are found, and undone, after the watch was silent for long."""
     async with publishing(server, pool(*many(3)), silence=(0.2, 0.3)) as publisher:
         snapshot = server.snapshot()
         server.wipe(NODE)
@@ -163,7 +163,7 @@ async def test_a_watch_in_which_nothing_comes(server: FakeApiServer) -> None:
 
 
 def test_a_watch_is_alive_while_it_is_heard() -> None:
-    """Neither a short failure nor a pause ends it; a lasting failure does, and a silence beyond its patience."""
+    """A watch counts as alive after a short failure or pause, but not after a lasting failure or too long a silence."""
     state, begin = WatchState(patience=300.0), time.monotonic()
     assert state.lapse(begin) == Failing(begin, "nothing was read yet", outage=True)
     state.opened()

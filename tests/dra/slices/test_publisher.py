@@ -99,7 +99,7 @@ def test_pool_is_the_node_and_slices_count_themselves() -> None:
 @pytest.mark.parametrize("consumes", [False, True])
 @pytest.mark.parametrize("changed", ["health", "side", "sides"])
 def test_a_change_of_one_device_changes_its_slice_alone(changed: str, consumes: bool) -> None:
-    """A taint, or a move, of devices in one slice changes this slice alone, and not the number of slices."""
+    """If devices of one slice are tainted or leave for limits, only that slice changes, not the number of slices."""
     sets: dict[str, dict[str, int | str]] = {f"card{number}": {"memory": 1} for number in range(10)}
     options = [{"consumes": {f"card{number % 10}": {"memory": 1}}, "counters": sets} if consumes else {}
                for number in range(200)]  # fmt: skip
@@ -141,7 +141,7 @@ def test_only_devices_of_the_dra_side() -> None:
 
 
 def test_each_slice_is_marked() -> None:
-    """Every slice has the annotation by which the policy lets a former driver delete it; only the first has a value."""
+    """By an annotation of every slice, a policy lets a former driver delete it; only the first slice's has a value."""
     noted = replace(pool(*many(130)), annotations={f"{DRIVER}/progress": "1/3"})
     values = [body["metadata"]["annotations"][f"{DRIVER}/progress"] for body in slices(noted)]
     assert values == ["1/3", "", ""]
@@ -236,7 +236,7 @@ def test_bad_counters_withhold_the_device() -> None:
 
 
 def test_resources_of_one_driver_do_not_share_names() -> None:
-    """Two resources of one driver with equal device ids publish names with their qualifiers."""
+    """If two resources of a driver have the same device ids, the published names have prefixes (qualifiers)."""
     gpu, fpga = snapshot(Device("0")), snapshot(Device("0"), resource="example.com/fpga")
     offers = Offer(gpu, qualifier="gpu"), Offer(fpga, qualifier="fpga")
     names = [one["name"] for one in slices(Pool(DRIVER, NODE, offers))[0]["spec"]["devices"]]
@@ -253,7 +253,7 @@ def test_v1beta1_wraps_devices() -> None:
 
 
 def test_fingerprint_is_about_content() -> None:
-    """Two slices that differ in spelling of quantities, empty fields, taint times and generations are equal."""
+    """Slices that differ only in spelling of quantities, empty fields, taint times and generation count as equal."""
     (one,) = slices(pool(Device("a", capacity={"m": "1024Mi"}, health=Health.UNHEALTHY)))
     (other,) = slices(pool(Device("a", capacity={"m": "1Gi"}, health=Health.UNHEALTHY)))
     other["spec"]["pool"]["generation"] = 7
@@ -380,7 +380,7 @@ def client(server: FakeApiServer, **options: Any) -> Cluster:
 
 @contextlib.asynccontextmanager
 async def running(publisher: Publisher, *pools: Pool) -> AsyncIterator[None]:
-    """Run a publisher of these pools, and begin the body once the API server has the pools."""
+    """Run a publisher of these pools; the block begins once the API server has the pools."""
     tickets = [(one.driver, publisher.want(one)) for one in pools]
     task = asyncio.create_task(publisher.run())
     try:
@@ -413,7 +413,7 @@ def published(server: FakeApiServer) -> list[str]:
 
 
 async def test_publishes_with_owner(server: FakeApiServer) -> None:
-    """The slices exist and are owned by the Node, and the state of the publisher has their devices."""
+    """Published slices are owned by the Node, and the publisher's state has their devices."""
     async with publishing(server, pool(*many(3))) as publisher:
         (body,) = server.objects()
         assert body["metadata"]["name"] == slice_name(NODE, DRIVER, 0)
@@ -587,7 +587,7 @@ async def test_dropped_fields_are_noticed(missing: str, caplog: pytest.LogCaptur
 
 
 async def test_fields_dropped_without_warning(server: FakeApiServer) -> None:
-    """A feature that is disabled later shows in the answer to a write, and the tainted device is withdrawn."""
+    """If the server later drops taints, the answer to a write shows this, and the unhealthy device is withdrawn."""
     async with publishing(server, pool(Device("a"), Device("b", health=Health.UNHEALTHY))) as publisher:
         server.features = FEATURES - {"taints"}
         await became(publisher, pool(Device("a"), Device("b")))
@@ -692,7 +692,10 @@ async def test_the_generation_never_goes_back(server: FakeApiServer) -> None:
 
 
 async def test_what_the_server_refuses_is_told(server: FakeApiServer, caplog: pytest.LogCaptureFixture) -> None:
-    """A refusal is in the state with the server's reason, is reported once, and ends when a new pool is accepted."""
+    """If the server refuses a slice, the publisher's state has its reason until a new pool is accepted.
+
+    The refusal is logged once.
+    """
     refused = "the API server refuses the slices: no"
     async with publishing(server, pool(*many(3))) as publisher:
         server.fail(lambda request: request.method == "PUT", Fault(code=422, message="no"), times=1000)
