@@ -44,8 +44,8 @@ class AdoptedScenarios(PluginScenarios):
 
     @pytest.mark.skip(reason=NO_CHECKPOINT)
     def test_released_is_called(self, node: Node) -> None:
-        """Skipped: the plugin cannot know when a pod has ended."""
+        """Skipped: an adopted plugin of this project cannot know when a pod has ended."""
 
     @pytest.mark.skip(reason=NO_CHECKPOINT)
     def test_sharing_is_switched_on_and_off(self, node: Node) -> None:
-        """Skipped: the plugin cannot know when the pods that share a device have ended."""
+        """Skipped: an adopted plugin of this project cannot know when the pods that share a device have ended."""

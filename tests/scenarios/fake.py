@@ -68,7 +68,7 @@ class FakeNodePod:
         return self
 
     def wait_unschedulable(self) -> None:
-        # The fake scheduler has decided before start_pod returned.
+        # The fake scheduler decided about the pod before start_pod returned.
         assert not self.pod.bound
 
     def phase(self) -> str:
@@ -115,13 +115,13 @@ class FakeNodePod:
 
 
 class NodeWithAgents:
-    """A node's directory and agents of one scenario. program, arguments: for the start of each agent."""
+    """A node with a directory and agents. program, arguments: what each agent's command line begins and ends with."""
 
     def __init__(self, directory: Path, program: Sequence[str], arguments: Sequence[str], *, forked: bool) -> None:
         self.directory = directory
         self.agents: list[AgentProcess] = []
         self.options: tuple[str, ...] = ()
-        """Further options of agents."""
+        """Options that are added to the command line of each agent."""
         self._program, self._arguments, self._forked = program, arguments, forked
 
     def start_agent(self, *, config: str = "", script: str = "") -> AgentProcess:

@@ -1,4 +1,4 @@
-"""The scenarios of both sides on the fake node; ``python -m tests.scenarios.fake_sides`` is their agent."""
+"""The scenarios of device plugin and DRA on the fake node; ``python -m tests.scenarios.fake_sides`` is their agent."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.scenarios.node import wait_for
 from tests.scenarios.sides import Scene, driver, named
 
 LIMIT = 120.0
-"""Seconds for each wait, on a busy machine."""
+"""Minimum seconds of each wait's deadline, because the machine may be busy."""
 
 
 class WatchedNode(FakeNode):
@@ -58,11 +58,11 @@ class FakeScene(Scene):
         self._kubeconfig = kubeconfigs.written(directory / "kubeconfig", node.server.url)
         self._shares: dict[str, str | int] = {}
         self._ids: dict[str, str] = {}
-        """The devices' ids by their names in slices."""
+        """The id of each device, by the device's name in slices."""
         self._logs: list[Path] = []
         self._agent: AgentProcess | None = None
         self.program: tuple[str, ...] = ()
-        """Arguments before `-m`, in place of Python."""
+        """Python's arguments before `-m` in the agent's command line: a program that runs the agent."""
         self._waiting: dict[str, tuple[str, str]] = {}
         self._hanging: list[FakePod] = []
         self._joined: set[tuple[str, str]] = set()
@@ -214,14 +214,14 @@ class FakeScene(Scene):
     # Observations.
 
     def note_holders(self) -> None:
-        """Wait until the agent has recorded all holders: before this only the checkpoint names them."""
+        """Wait until the agent has recorded all pods with devices; before, only the kubelet's checkpoint names them."""
         copy = self.node.cdi / "deviceplugin" / "allocations" / "dra-bridge.json"
         held = {one.uid for one in self._holdings() if one.side == "plugin" and one.end is None}
         known = lambda: not held or (copy.exists() and all(uid in copy.read_text() for uid in held))  # noqa: E731
         self.until("the agent to know who has devices", known)
 
     def check(self) -> None:
-        """Fail if a device has had two holders, or was released while it had a holder."""
+        """Fail if a device has had two holders, or if `released` was called for a device while it had a holder."""
         holdings = self._holdings()
         assert [pair for pair in overlaps(holdings) if (pair[0].pod, pair[1].pod) not in self._joined] == []
         released = self._released()
@@ -309,7 +309,7 @@ class FakeScene(Scene):
                 self._make(name)
 
     def _holdings(self) -> list[Holding]:
-        """Return all holdings; the holding of a claim ends when the pod's containers end."""
+        """Return which pod held which device when; a device of a claim is held until the pod's containers end."""
         return [
             replace(one, device=self._ids.get(one.device, one.device), end=self.node.ended.get(one.uid, one.end))
             for one in self.node.holdings()

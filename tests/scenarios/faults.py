@@ -19,7 +19,7 @@ COUNT = 4
 
 
 class Plugin:
-    """An author's plugin of four devices that notes which of them are released."""
+    """An author's plugin with four devices, which notes the devices of each call of `released`."""
 
     def __init__(self, node: FaultyNode) -> None:
         self._node = node
@@ -30,23 +30,23 @@ class Plugin:
         node.wait_allocatable(RESOURCE, COUNT)
 
     def restart(self) -> None:
-        """Start an agent again."""
+        """Start the plugin again, after its end."""
         self.agent = self._node.start_agent(script=self._script)
         self._node.wait_allocatable(RESOURCE, COUNT)
 
     def released(self, device: str) -> int:
-        """Return how often a device was released."""
+        """Return how often `released` was called for a device."""
         return sum(call.count(device) for call in hook_calls(self._notes, "released"))
 
     def wait_released(self, device: str, before: int) -> None:
-        """Wait until a device was released more often than before."""
+        """Wait until `released` was called for a device more often than `before`."""
         wait_for(f"{device} to be released", lambda: self.released(device) > before, self._node.patience)
 
     def wait_scanned(self, held: str) -> None:
-        """Wait until the agent has scanned for holders: until it has released the device of a pod that has ended.
+        """Wait until the agent has scanned for pods with devices: until it calls `released` after the end of a new pod.
 
-        held: a device that this pod must not get. If the kubelet chooses this device, the pod fails, and the device is
-        then withheld from the kubelet.
+        held: a device that the new pod must not get. If the kubelet chooses this device, the pod fails, and the agent
+        withholds the device from the kubelet from then on.
         """
         probe = self._node.start_pod(f"probe-{next(self._probes)}", {RESOURCE: 1})
         wait_for(f"{probe} to start", lambda: probe.phase() in ("Running", "Failed"), self._node.patience)
@@ -71,7 +71,7 @@ class FaultScenarios:
 
     @staticmethod
     def hold(plugin: Plugin, pod: FaultyPod) -> tuple[str, int]:
-        """Wait until the agent has seen a pod with its device; return the device and its number of releases so far."""
+        """Wait until the agent has seen a pod with its device; return the device and its number of `released` calls."""
         device = pod.wait_running().env()["WIDGETS"]
         plugin.wait_scanned(device)
         return device, plugin.released(device)
@@ -91,7 +91,7 @@ class FaultScenarios:
         plugin.wait_released(device, before)
 
     def test_a_pod_deleted_by_force(self, node: FaultyNode, plugin: Plugin) -> None:
-        """A container that outlives its pod holds its device until it has ended."""
+        """A container that outlives its pod holds its device until the container has ended."""
         pod = node.start_pod("holder", {RESOURCE: 1})
         device, before = self.hold(plugin, pod)
         pod.force_delete(hang=True)
@@ -102,7 +102,7 @@ class FaultScenarios:
         plugin.wait_released(device, before)
 
     def test_a_manifest_is_removed(self, node: FaultyNode, plugin: Plugin) -> None:
-        """A static pod's container that takes its time to end holds its device until then."""
+        """After a static pod's manifest is removed, the device stays held until the slow container has ended."""
         pod = node.start_static_pod("static", {RESOURCE: 1})
         device, before = self.hold(plugin, pod)
         pod.remove_manifest()
@@ -130,7 +130,7 @@ class FaultScenarios:
         plugin.wait_released(device, calls[int(device[1:])])
 
     def test_a_lost_checkpoint(self, node: FaultyNode, plugin: Plugin) -> None:
-        """A container that the agent has seen with a device keeps it after the kubelet has lost its checkpoint."""
+        """A container that the agent has seen with a device keeps the device after the kubelet's checkpoint is lost."""
         pod = node.start_pod("holder", {RESOURCE: 1})
         device, before = self.hold(plugin, pod)
         node.stop_kubelet()
@@ -144,7 +144,7 @@ class FaultScenarios:
         plugin.wait_released(device, before)
 
     def test_a_pod_that_ends_without_kubelet_and_agent(self, node: FaultyNode, plugin: Plugin) -> None:
-        """A pod ends while kubelet and agent are stopped, and is not deleted: its device is released afterwards."""
+        """After a pod ended, undeleted, while kubelet and agent were stopped, `released` is called for its device."""
         pod = node.start_pod("holder", {RESOURCE: 1})
         device, before = self.hold(plugin, pod)
         node.stop_kubelet()
@@ -155,7 +155,7 @@ class FaultScenarios:
         plugin.wait_released(device, before)
 
     def test_a_flooded_kubelet(self, node: FaultyNode, plugin: Plugin) -> None:
-        """A pod's end is noticed although other clients use up the rate limit of PodResources."""
+        """The agent notices a pod's end although other clients use up the rate limit of PodResources."""
         pod = node.start_pod("holder", {RESOURCE: 1})
         device, before = self.hold(plugin, pod)
         node.flood_pod_resources()

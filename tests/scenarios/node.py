@@ -1,6 +1,6 @@
 """The interface of a node for scenarios; the fake kubelet and a real one implement it.
 
-Each wait has a deadline of `patience` seconds, unless it is given another, and fails the test past it.
+Each wait has a deadline, by default of `patience` seconds; past the deadline, the test fails.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Node(Protocol):
         """Make a pod; it starts when the scheduler finds room for it."""
 
     def allocatable(self, resource: str) -> int:
-        """Return the allocatable number in the node's status."""
+        """Return the allocatable number of a resource in the node's status."""
 
     def wait_allocatable(self, resource: str, count: int) -> None:
         """Wait until this number of devices is allocatable."""
@@ -104,10 +104,10 @@ class FaultyPod(Pod, Protocol):
         """Make the container end by itself; the kubelet does not restart it."""
 
     def force_delete(self, *, hang: bool = False) -> None:
-        """Delete the pod with a grace period of 0; hang: the runtime does not end its container."""
+        """Delete the pod with a grace period of 0; hang: the runtime does not end the pod's container."""
 
     def remove_manifest(self) -> None:
-        """Remove a static pod's manifest; its container ignores SIGTERM."""
+        """Remove a static pod's manifest; the pod's container ignores SIGTERM, and so runs on for a while."""
 
     def end_containers(self) -> None:
         """Make the runtime answer again, or the grace period end; wait until no process of the pod runs."""
@@ -141,7 +141,7 @@ class FaultyNode(Node, Protocol):
         """Make the node's network ready."""
 
     def flood_pod_resources(self) -> None:
-        """Let other clients use up the rate limit of PodResources, all but a few calls."""
+        """Let other clients use up the rate limit of PodResources, except for a few calls."""
 
     @property
     def checkpoint(self) -> Path:

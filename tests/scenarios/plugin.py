@@ -1,4 +1,4 @@
-"""Scenarios of users of device plugins, from the pod's side, for the fake and a real kubelet.
+"""Scenarios of device plugins as users' pods see them, for the fake and a real kubelet.
 
 Derive a test class from `PluginScenarios`, with a fixture `node`.
 """
@@ -140,7 +140,7 @@ class PluginScenarios:
         assert sum(map(pod.has, paths)) == 2
 
     def test_pods_take_turns(self, node: Node) -> None:
-        """Two pods get different devices; a third one waits, and starts when one of them ends."""
+        """Two pods get different devices; a third pod waits, and starts when one of these pods ends."""
         paths = self.devices(node, 2)
         node.start_agent(config=self.config(node))
         node.wait_allocatable(RESOURCE, 2)
@@ -244,7 +244,7 @@ class PluginScenarios:
         assert holder.phase() == "Running"
 
     def test_hooks_are_called(self, node: Node) -> None:
-        """The agent calls `prefer`, and `reset` before each start of a container."""
+        """The agent calls the hook `prefer`, and the hook `reset` before each start of a container."""
         notes = node.directory / "notes"
         node.start_agent(script=f"NOTES = {str(notes)!r}\n{SCRIPT}")
         node.wait_allocatable(RESOURCE, 4)
@@ -259,11 +259,11 @@ class PluginScenarios:
         assert hook_calls(notes, "reset") == [["w3"], ["w1", "w2"], ["w3"]]
 
     def test_released_is_called(self, node: Node) -> None:
-        """After a pod has ended, an author's `released` is called with its devices, and not before."""
+        """After a pod has ended, and not before, the agent calls an author's hook `released` with the pod's devices."""
         notes = node.directory / "notes"
         node.start_agent(script=f"NOTES = {str(notes)!r}\n{SCRIPT}")
         node.wait_allocatable(RESOURCE, 4)
-        # At its start the agent calls it with all devices without a holder.
+        # At its start the agent calls `released` with all devices that no pod holds.
         wait_for("the first released", lambda: bool(hook_calls(notes, "released")), node.patience)
         assert hook_calls(notes, "released") == [["w0", "w1", "w2", "w3"]]
         one, two = (node.start_pod(name, {RESOURCE: 1}).wait_running() for name in ("one", "two"))
@@ -307,7 +307,7 @@ class PluginScenarios:
         assert {self.held(p, paths) for p in (pod, second)} == set(paths)
 
     def test_sharing(self, node: Node) -> None:
-        """A shared device serves as many pods as it has replicas, and the next one waits."""
+        """A shared device serves as many pods as it has replicas, and the next pod waits."""
         (path,) = self.devices(node, 1)
         node.start_agent(config=self.config(node, serial(node, sharing={"replicas": 2})))
         node.wait_allocatable(RESOURCE, 2)
@@ -319,7 +319,7 @@ class PluginScenarios:
         assert third.wait_running().has(path)
 
     def test_sharing_is_switched_on_and_off(self, node: Node) -> None:
-        """A reload that changes a device's sharing does not affect its holders."""
+        """A reload that changes the sharing of a device does not affect pods that have the device."""
         (path,) = self.devices(node, 1)
         agent = node.start_agent(config=self.config(node))
         node.wait_allocatable(RESOURCE, 1)

@@ -1,8 +1,8 @@
 """Run a plugin's script, or `-m MODULE`, with agents that scan for holders five times a second.
 
-With the default periods, a scenario on the fake kubelet would mostly wait: for the next scan, for the end of a grant
-whose pod ended before a scan, for the next request for a checkpoint, and for the scan after a grant. On a real node the
-scenarios run with the default periods.
+With the default periods, a scenario on the fake kubelet would mostly wait: for the agent's next scan, for the end of a
+grant whose pod ended before a scan, for the agent's next request that makes the kubelet write its checkpoint, and for
+the scan after a grant. On a real node the scenarios run with the default periods.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from deviceplugin.node import scanning
 from deviceplugin.register import rules
 
 PERIOD = 0.2
-"""Seconds between two scans, between the two scans that end a grant without a pod, and at most between requests."""
+"""Seconds between scans, between the scans that end a grant without a pod, and at most between checkpoint requests."""
 _INIT = scanning.HolderScanner.__init__
 
 
@@ -28,7 +28,7 @@ def quick_scanner(scanner: scanning.HolderScanner, *arguments: Any, **more: Any)
 
 
 def hurry(replace: Callable[[Any, str, Any], None] = setattr) -> None:
-    """Make agents of this process request checkpoints often and scan soon after a grant; replace: as `setattr`."""
+    """Make this process's agents request checkpoints often, and scan soon after a grant. replace: like `setattr`."""
     replace(rules, "WELL_APART", PERIOD)
     replace(request_schedule, "MOST_REQUEST", PERIOD)
     replace(request_schedule, "FIRST_REQUEST", PERIOD / 4)

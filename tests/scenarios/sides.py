@@ -1,9 +1,9 @@
 """No device has two holders, after any faults of kubelet, API server and runtime; for the fake and a real node.
 
-In most scenarios pods hold the devices of resource a, which move to DRA (TO_DRA), and claims hold the devices of
-resource b, which move to the plugin (TO_PLUGIN). A pod waits for each resource: a device that is released too early
-goes to this pod. Derive a test class from `SidesScenarios` and add a fixture `scene` that returns a `Scene`. With
-CLUSTER_LONG in the environment all combinations run, else some of them.
+In most scenarios pods hold the devices of resource a, which are to move to DRA (TO_DRA), and claims hold the devices of
+resource b, which are to move to the device plugin (TO_PLUGIN). A pod waits for each resource: a device that is granted
+too early goes to this pod. Derive a test class from `SidesScenarios` and add a fixture `scene` that returns a `Scene`.
+With CLUSTER_LONG in the environment all combinations of parameters run, else some of them.
 """
 
 from __future__ import annotations
@@ -34,28 +34,28 @@ def driver(letter: str) -> str:
 
 
 class Scene(ABC):
-    """A node with an agent of both sides, and pods that report their devices.
+    """A node with an agent that is device plugin and DRA driver, and pods that report their devices.
 
-    Resources are named by a letter, and each has a driver of its own. A step that waits has a deadline and fails the
-    test past it. The scenario fails if a device ever has two holders, or if `released` is called for a held device.
+    Resources are named by a letter, and each has a driver of its own. A step that waits has a deadline, after which the
+    test fails. The test also fails if a device ever has two holders, or if `released` is called for a held device.
     """
 
     before = 0
-    """The number of held devices before a move, for the table of a run."""
+    """The number of held devices before the faults, for the table that a test run prints."""
     pace = 1.0
     """The factor by which kubelet and agent are faster than with the default settings."""
     patient = LONG
-    """Whether scenarios may take steps for which the kubelet needs a minute."""
+    """Whether scenarios may have steps for which the kubelet needs a minute."""
 
     # Devices, agent and pods.
 
     @abstractmethod
     def begin(self, **resources: tuple[int, str]) -> None:
-        """Make this number of devices of each resource, start the agent with these shares, and wait for its offers."""
+        """Start the agent, and wait for its offers. resources: number of devices, and share for claims, by letter."""
 
     @abstractmethod
     def share(self, **shares: str | int) -> None:
-        """Change shares in the config file."""
+        """Change in the config file how many devices of resources are for claims. shares: by the resource's letter."""
 
     @abstractmethod
     def slices(self, resource: str) -> Sequence[Mapping[str, Any]]:
@@ -79,7 +79,7 @@ class Scene(ABC):
 
     @abstractmethod
     def claim_user(self, name: str, resource: str) -> Any:
-        """Start a pod with a claim that was not made for it."""
+        """Start a pod with a claim that exists without the pod: a ResourceClaim, not a template."""
 
     @abstractmethod
     def joins(self, pod: Any, name: str) -> Any:
@@ -87,9 +87,10 @@ class Scene(ABC):
 
     @abstractmethod
     def init_pod(self, name: str, resource: str, *, sidecar: bool = False) -> Any:
-        """Start a pod whose init container has a device and the name of other pods' containers; wait for it.
+        """Start a pod whose init container has a device, and wait until the init container runs.
 
-        The init container runs until the pod is deleted. sidecar: the pod's container runs beside it.
+        The init container has the name of other pods' containers, and runs until the pod is deleted. sidecar: the main
+        container of the pod runs beside the init container.
         """
 
     @abstractmethod
@@ -102,7 +103,7 @@ class Scene(ABC):
 
     @abstractmethod
     def wants(self, how: str, resource: str, name: str = "", *, scheduled: bool = False) -> None:
-        """Start the pod `wants-RESOURCE`, for which no device is free; how: by its limits (pod) or by a claim.
+        """Start the pod `wants-RESOURCE`, for which no device is free. how: `pod` (by limits) or `claim`.
 
         scheduled: the scheduler counts a held device as free, and binds the pod to the node.
         """
@@ -112,19 +113,22 @@ class Scene(ABC):
         """Delete a pod."""
 
     def states(self, resource: str) -> Counter[str]:
-        """Return the number of devices of a resource by their state, as the agent reports it."""
+        """Return the number of devices of a resource in each state, as the agent reports the states in the Lease."""
         for text in (self.lease()["metadata"].get("annotations") or {}).values():
             if told := json.loads(text)["resources"].get(named(resource)):
                 return Counter(device["state"] for device in told["devices"].values() if not device.get("gone"))
         return Counter()
 
     def wait_states(self, resource: str, limit: float = 30.0, /, **wanted: int) -> None:
-        """Wait until the devices of a resource have these states (to_dra for to-dra)."""
+        """Wait until these numbers of a resource's devices are in these states (`to_dra` for to-dra)."""
         expected = Counter({state.replace("_", "-"): count for state, count in wanted.items()})
         self.until(f"{resource}: {dict(expected)}", lambda: self.states(resource) == expected, limit)
 
     def both(self) -> tuple[list[Any], list[Any]]:
-        """Start pods with two devices of a and claims with two of b, all in a move, and a waiting pod for a and b."""
+        """Start two pods with devices of a and two claims with devices of b, and let all devices wait to move.
+
+        A further pod waits for a device of a, and one for a device of b. Return the pods of a and the pods with claims.
+        """
         self.begin(a=(2, "none"), b=(2, "all"))
         pods = [self.pod(f"a{number}", "a") for number in range(2)]
         users = [self.claimer(f"b{number}", "b") for number in range(2)]
@@ -138,7 +142,7 @@ class Scene(ABC):
         return pods, users
 
     def one_each(self) -> list[Any]:
-        """Start a pod with a device of a by limits and a pod with a device of b by a claim, without a move."""
+        """Start a pod with a device of a by limits and a pod with a device of b by a claim; no device is to move."""
         self.begin(a=(1, "none"), b=(1, "all"))
         pods = [self.pod("a0", "a"), self.claimer("b0", "b")]
         self.running(*pods)
@@ -200,7 +204,7 @@ class Scene(ABC):
 
     @abstractmethod
     def end_slow(self, pod: Any) -> None:
-        """Let the container of a static pod without manifest end."""
+        """Let the container of a static pod end whose manifest was removed."""
 
     @abstractmethod
     def lose_network(self) -> None:
@@ -212,7 +216,7 @@ class Scene(ABC):
 
     @abstractmethod
     def admitted(self, name: str, resource: str) -> Any:
-        """Start a pod while the network is not ready; wait until the checkpoint names it."""
+        """Start a pod while the network is not ready; wait until the kubelet's checkpoint names the pod."""
 
     @abstractmethod
     def take_claim(self, pod: Any) -> None:
@@ -228,11 +232,11 @@ class Scene(ABC):
 
     @abstractmethod
     def kubelet_without_pods(self) -> AbstractContextManager[None]:
-        """Start the kubelet; it learns of its pods only after the context has ended."""
+        """Start the kubelet, which learns only after the context's end which pods the node has."""
 
     @contextlib.contextmanager
     def agent_killed(self, agent: str) -> Iterator[None]:
-        """Kill the agent before and start it after, if `agent` is `killed`."""
+        """Kill the agent at the context's begin and start it at the context's end, if `agent` is `killed`."""
         if agent == "killed":
             self.kill_agent()
         yield
@@ -254,7 +258,7 @@ class Scene(ABC):
 
     @abstractmethod
     def urge(self) -> None:
-        """Create pods again that the kubelet has refused, and make it retry failed preparations."""
+        """Create pods again that the kubelet has refused, and make the kubelet retry failed preparations of claims."""
 
     @abstractmethod
     def wipes(self) -> int:
@@ -266,7 +270,7 @@ class Scene(ABC):
 
     @abstractmethod
     def handed_on(self, end: Callable[[], object], old: Iterable[str], *new: str, limit: float = ...) -> None:
-        """End holders (UIDs of their pods) and wait until waiting pods have got the devices."""
+        """Call `end`, which ends the pods `old` (UIDs), and wait until the pods `new` have got their devices."""
 
     @abstractmethod
     def handed_to_anybody(self, pod: Any) -> None:
@@ -293,7 +297,7 @@ AGENT = pytest.mark.parametrize("agent", ["kept", pytest.param("killed", marks=l
 
 
 def end_one_of_each(scene: Scene, pods: Sequence[Any], users: Sequence[Any]) -> None:
-    """Delete one pod of each kind: the waiting pod gets the device."""
+    """Delete one pod by limits and one pod with a claim: the pod that waits for its device gets the device."""
     for holders, wants in ((pods, "wants-a"), (users, "wants-b")):
         if holders:
             scene.handed_on(partial(scene.delete, holders[0]), [holders[0].uid], wants)
@@ -310,7 +314,7 @@ class SidesScenarios:
 
     @pytest.mark.parametrize(("how", "api", "agent"), KUBELET)
     def test_kubelet_restarts(self, scene: Scene, how: str, api: str, agent: str) -> None:
-        """Held devices in a move to either side stay with their holders while the kubelet restarts."""
+        """Held devices that are to move (to DRA, or back) stay with their holders while the kubelet restarts."""
         pods, users = scene.both()
         if api != "up":
             scene.stop_api_server()
@@ -319,7 +323,7 @@ class SidesScenarios:
         if api != "up":
             scene.observe(30 if api == "minute" else 3)
             scene.start_api_server()
-        # A device with an unknown holder must not become free with time.
+        # A device whose holder the kubelet's checkpoint does not name must not become free with time.
         scene.observe(18 if how == "checkpoint" and LONG else 5)
         # A kubelet without its checkpoint admits running pods again. Pods whose devices move to DRA then fail.
         if failed := [pod.uid for pod in pods if not scene.runs(pod.uid)]:
@@ -330,7 +334,7 @@ class SidesScenarios:
 
     @AGENT
     def test_checkpoint_is_lost_at_rest(self, scene: Scene, agent: str) -> None:
-        """After the loss of the checkpoint, a device goes to no other pod while its container runs."""
+        """After the loss of the kubelet's checkpoint, a device goes to no other pod while its container runs."""
         scene.begin(a=(2, "none"))
         pods = [scene.pod(f"a{number}", "a") for number in range(2)]
         scene.running(*pods)
@@ -345,7 +349,7 @@ class SidesScenarios:
         scene.handed_on(lambda: delete_all(scene, pods), [pod.uid for pod in pods], *wanting)
 
     def test_ledger_and_checkpoint_are_lost(self, scene: Scene) -> None:
-        """After the loss of ledger and checkpoint, the copy of the ledger's allocations still names the holders."""
+        """After the loss of the agent's ledger and the kubelet's checkpoint, the ledger's copy names the holders."""
         scene.begin(a=(2, "none"))
         pods = [scene.pod(f"a{number}", "a") for number in range(2)]
         scene.running(*pods)
@@ -377,7 +381,7 @@ class SidesScenarios:
 
     @AGENT
     def test_containers_outlive_their_pods_at_rest(self, scene: Scene, agent: str) -> None:
-        """Without a move, a device goes to no other pod or claim while a container of a deleted pod has it."""
+        """A device that is not to move goes to no other pod or claim while a container of a deleted pod has it."""
         pods = scene.one_each()
         scene.wants("pod", "a")
         scene.wants("claim", "b")
@@ -431,7 +435,7 @@ class SidesScenarios:
         scene.take_claim(user)
         scene.wants("claim", "b", "wants-claim", scheduled=True)
         scene.observe(1)
-        # The agent asks as soon as the kubelet answers, when the kubelet does not know the pods yet.
+        # The agent first asks the kubelet for its pods when the kubelet does not know them yet.
         with scene.agent_killed("killed"):
             scene.restart_kubelet("sigterm")
         scene.observe(11)
@@ -444,7 +448,7 @@ class SidesScenarios:
 
     @AGENT
     def test_second_pod_of_a_claim_is_forgotten(self, scene: Scene, agent: str) -> None:
-        """A claim's second pod is deleted by force and hangs: it keeps the device after the end of the first pod."""
+        """A claim's second pod is deleted by force and hangs: this pod keeps the device after the first pod's end."""
         if not scene.patient:
             pytest.skip("CLUSTER_LONG is not set")
         scene.begin(b=(1, "all"))
@@ -464,7 +468,7 @@ class SidesScenarios:
 
     @AGENT
     def test_init_containers_and_sidecars(self, scene: Scene, agent: str) -> None:
-        """An init container with the name of an earlier pod's container is a holder, and so is a sidecar."""
+        """An init container holds its device, even if an earlier pod's container has its name; so does a sidecar."""
         scene.begin(a=(1, "none"), b=(1, "none"))
         first, sidecar = scene.pod("first", "a"), scene.init_pod("sidecar", "b", sidecar=True)
         scene.running(first, sidecar)
@@ -485,8 +489,8 @@ class SidesScenarios:
     def test_job_ends_while_nobody_sees_it(self, scene: Scene, asked: str) -> None:
         """The device of a pod that ended while kubelet and agent were stopped moves to DRA.
 
-        asked: the share is requested before or after the stop. When the new agent first asks the kubelet, the kubelet
-        does not know its pods yet.
+        asked: whether the move to DRA is requested before or after the stop. When the new agent first asks the kubelet,
+        the kubelet does not know its pods yet.
         """
         scene.begin(a=(2, "none"))
         ending, other = (scene.pod(f"a{number}", "a", restartPolicy="Never") for number in range(2))

@@ -17,7 +17,7 @@ Serve = Callable[..., Served]
 
 
 class Boards(DeviceSource):
-    """Eight devices, linked as in a DGX-1V."""
+    """Eight devices that are linked by NVLink as the GPUs in a DGX-1V are."""
 
     resource = "example.com/gpu"
 
@@ -44,7 +44,7 @@ def given(kubelet: FakeKubelet, size: int, name: str = "pod") -> list[str]:
 
 
 def test_pod_gets_devices_that_are_closely_linked(fake_kubelet: FakeKubelet, served: Serve) -> None:
-    """By default, links decide: two pods with two devices each get pairs with two NVLinks."""
+    """By default, links decide which devices a pod gets: two pods with two devices each get pairs with two NVLinks."""
     served(Boards())
     for name in ("one", "two"):
         first, second = (int(device[3:]) for device in given(fake_kubelet, 2, name))
@@ -52,7 +52,7 @@ def test_pod_gets_devices_that_are_closely_linked(fake_kubelet: FakeKubelet, ser
 
 
 def test_without_links_numa_nodes_decide(fake_kubelet: FakeKubelet, served: Serve) -> None:
-    """Without links, the devices of a pod come from one NUMA node."""
+    """If devices have no links, the devices of a pod come from one NUMA node."""
     served(Boards(linked=False))
     assert len({int(device[3:]) // 4 for device in given(fake_kubelet, 3)}) == 1
 
@@ -62,14 +62,14 @@ def test_without_links_numa_nodes_decide(fake_kubelet: FakeKubelet, served: Serv
 def test_replicas_are_chosen_by_policy(
     fake_kubelet: FakeKubelet, served: Serve, policy: str, devices: int, linked: bool
 ) -> None:
-    """Four replicas come from four devices with `links` and `distributed`, from one with `packed` and `none`."""
+    """Four replicas of a pod are of four devices with `links` and `distributed`, of one with `packed` and `none`."""
     served(Boards(policy, 4, linked=linked))
     chosen = given(fake_kubelet, 4)
     assert len({name.partition("::")[0] for name in chosen}) == devices
 
 
 def test_distributed_counts_what_is_in_use(fake_kubelet: FakeKubelet, served: Serve) -> None:
-    """With `distributed`, a second pod gets replicas of devices that the first pod does not use."""
+    """With the policy `distributed`, a second pod gets replicas of devices that the first pod does not use."""
     served(Boards("distributed", 4))
     first, second = given(fake_kubelet, 4, "one"), given(fake_kubelet, 4, "two")
     assert not {name.partition("::")[0] for name in first} & {name.partition("::")[0] for name in second}
@@ -90,7 +90,7 @@ def test_replicas_may_differ_from_device_to_device(fake_kubelet: FakeKubelet, se
 
 
 class Leaf(DeviceSource):
-    """A child source."""
+    """A source that `Stem` has as a child source."""
 
     def __init__(self, resource: str, device: str) -> None:
         self.resource, self.device = resource, device
@@ -100,7 +100,7 @@ class Leaf(DeviceSource):
 
 
 class Stem(Leaf):
-    """A source with child sources."""
+    """A source with child sources, whose resources are served together with its own."""
 
     def __init__(self, resource: str, *names: str) -> None:
         super().__init__(resource, "stem")
@@ -114,7 +114,7 @@ class Stem(Leaf):
 
 
 def test_resources_that_a_source_brings_along_are_served_with_it(fake_kubelet: FakeKubelet, served: Serve) -> None:
-    """Child sources are served when they become known, and end with their parent."""
+    """The resources of a source's child sources are served once the children are known, and end with the source."""
     stem = Stem("example.com/gpu", "example.com/mig-a", "example.com/mig-b")
     agent = served(stem).agent
     fake_kubelet.wait_allocatable("example.com/mig-a", 1)
@@ -135,7 +135,7 @@ def test_resources_that_a_source_brings_along_are_served_with_it(fake_kubelet: F
 
 
 def test_branches_follow_their_stem_through_a_reload(fake_kubelet: FakeKubelet, served: Serve) -> None:
-    """A parent that a reload leaves unchanged keeps its children; a new parent replaces them without a break."""
+    """A source that a reload leaves unchanged keeps its child sources; a new source replaces them without a break."""
     agent = served(Stem("example.com/gpu", "example.com/mig-a")).agent
     fake_kubelet.wait_allocatable("example.com/mig-a", 1)
 

@@ -20,7 +20,7 @@ from tests.scenarios.sides import SidesScenarios
 
 @pytest.fixture(autouse=True)
 def found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The file to which agents write file operations in their event loops; in the end it may have only ALLOWED ones."""
+    """The file to which agents write file operations in their event loops; at the end it may have only ALLOWED ones."""
     monkeypatch.setenv(OUTPUT, str(path := tmp_path / "found"))
     path.touch()
     yield path
@@ -40,7 +40,7 @@ def found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 )
 @pytest.mark.parametrize("adopted", [False, True], ids=["own", "adopted"])
 def test_pods_with_limits(tmp_path: Path, scenario: object, *, adopted: bool) -> None:
-    """No file operation in an event loop during Allocate, hooks, device changes, a kubelet restart and a reload."""
+    """Agents make no file operation in an event loop during Allocate, hooks, device changes, restarts and reloads."""
     with contextlib.ExitStack() as stack:
         node = stack.enter_context(FakeNode.running(tmp_path))
         if adopted:
@@ -54,7 +54,7 @@ def test_pods_with_limits(tmp_path: Path, scenario: object, *, adopted: bool) ->
     "scenario", [SidesScenarios.test_ledger_and_checkpoint_are_lost, SidesScenarios.test_static_pod_ends_slowly]
 )
 def test_both_sides(tmp_path: Path, scenario: object) -> None:
-    """No file operation in an event loop while claims are prepared and unprepared, devices move, a ledger is lost."""
+    """Agents make no file operation in an event loop while claims are prepared, devices move, and a ledger is lost."""
     with FakeApiServer() as server, WatchedNode(server) as node:
         scene = FakeScene(node, tmp_path)
         try:

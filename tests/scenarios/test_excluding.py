@@ -60,7 +60,7 @@ def wait_healthy(kubelet: FakeKubelet, resource: str, *names: str) -> None:
 def test_two_resources_over_one_node_give_it_away_once(
     fake_kubelet: FakeKubelet, served: Serve, tmp_path: Path
 ) -> None:
-    """A link and its target are one device: while a pod has it through one resource, the other does not offer it."""
+    """A link and its target are one device: while a pod has it by one resource, another resource does not offer it."""
     (tmp_path / "node").touch()
     (tmp_path / "link").symlink_to(tmp_path / "node")
     served(PathSource(f"{tmp_path}/node", resource=A), PathSource(f"{tmp_path}/link", resource=B), period=0.05)
@@ -105,7 +105,7 @@ def another_boot() -> Iterator[None]:
 
 
 def test_after_a_reboot_a_device_is_what_it_is_listed_as(fake_kubelet: FakeKubelet) -> None:
-    """After a reboot the checkpoint keeps the device of a pod; other ids of this device are not offered."""
+    """After a reboot a pod in the checkpoint still holds its device; other ids of this device are not offered."""
     sources = [Listed(A, Device("a", identity="uuid:1")), Listed(B, Device("b", identity="uuid:1"), Device("c"))]
     with another_boot(), serve(sources, fake_kubelet, period=0.05):
         fake_kubelet.wait_allocatable(A, 1)
@@ -119,7 +119,7 @@ def test_after_a_reboot_a_device_is_what_it_is_listed_as(fake_kubelet: FakeKubel
 
 
 def test_after_a_reboot_the_devices_of_one_container_are_told_apart(fake_kubelet: FakeKubelet) -> None:
-    """After a reboot, a container's devices are identified by the device list, as the response has all their nodes."""
+    """After a reboot, the device list says which node a container's device has: the saved response has all nodes."""
     nodes = {"a": "/dev/tty", "b": "/dev/ptmx"}
     devices = [Device(name, nodes=[node]) for name, node in nodes.items()]
     with another_boot(), serve(Listed(A, *devices), fake_kubelet, period=0.05):
@@ -161,7 +161,7 @@ def test_links_that_swap_while_one_is_held(fake_kubelet: FakeKubelet, served: Se
 def test_a_reload_that_renames_a_resource_knows_who_holds_its_devices(
     fake_kubelet: FakeKubelet, served: Serve, tmp_path: Path
 ) -> None:
-    """After a reload with a new resource name, a device that a pod has through the former name is not offered."""
+    """After a reload with a new resource name, a device that a pod has by the former name is not offered."""
     (tmp_path / "node").touch()
     agent = served(PathSource(f"{tmp_path}/node", resource=A), period=0.05).agent
     fake_kubelet.wait_allocatable(A, 1)
@@ -179,7 +179,7 @@ def test_a_reload_that_renames_a_resource_knows_who_holds_its_devices(
 def test_a_device_that_is_another_thing_than_listed_is_refused(
     fake_kubelet: FakeKubelet, served: Serve, tmp_path: Path
 ) -> None:
-    """A grant is refused if a path leads to other hardware than listed; the next grant gets the new hardware."""
+    """A grant is refused if the device's path now leads to other hardware than the hardware that was listed."""
     (tmp_path / "node").touch()
     source = PathSource(f"{tmp_path}/node", resource=A)
     (device,) = source.scan()
@@ -222,7 +222,7 @@ def test_a_container_starts_only_with_the_device_that_it_was_given(
 
 
 def test_a_whole_and_its_half_have_one_holder_each_in_turn(fake_kubelet: FakeKubelet, served: Serve) -> None:
-    """Two halves run together; the whole is offered when both have ended."""
+    """Pods can hold two halves of a device at the same time; the whole device is offered when both pods have ended."""
     counters = {"gpu": {"slices": 2}}
     whole = Device("whole", consumes={"gpu": {"slices": 2}}, counters=counters)
     halves = [Device(f"half{n}", consumes={"gpu": {"slices": 1}}, counters=counters) for n in range(2)]

@@ -23,13 +23,13 @@ def node(tmp_path: Path) -> Iterator[FaultyNode]:
 
 
 class TestOnFake(PluginScenarios):
-    """The scenarios with agents as processes of their own, against the fake kubelet."""
+    """The scenarios of device plugins on the fake kubelet; each agent is a process of its own."""
 
     @pytest.mark.parametrize("kind", ["nodes", "links"])
     def test_a_reload_makes_a_group_and_ends_it(self, node: Node, kind: str) -> None:
-        """A reload joins two held nodes and a free node into a group: each pod keeps its node, also at a restart.
+        """A reload joins two held nodes and a free node into one device (group): restarted containers keep their nodes.
 
-        After another reload that ends the group, the free node is a device again.
+        After another reload that ends the group, the free node is a device of its own again.
         """
         paths = self.devices(node, 3)
         for number, path in enumerate(paths):
@@ -79,12 +79,12 @@ class TestUnwatchedOnFake(PluginScenarios):
 
 
 class TestFaultsOnFake(FaultScenarios):
-    """The scenarios in which the kubelet errs, on the fake kubelet."""
+    """The scenarios in which the kubelet, network or API server fails, on the fake kubelet."""
 
 
 @pytest.fixture
 def plugins() -> Iterator[Path]:
-    """A directory for plugins' sockets, whose paths in pytest's own would be too long."""
+    """A directory for plugins' sockets; in pytest's temporary directory the sockets' paths would be too long."""
     with tempfile.TemporaryDirectory(prefix="adopt-") as where:
         yield Path(where)
 
@@ -93,7 +93,7 @@ class TestAdoptedOnFake(AdoptedScenarios):
     """The scenarios of device plugins, with an agent between plugin and kubelet that adopts the plugin."""
 
     @pytest.fixture
-    def node(self, plugins: Path, node: FakeNode) -> Iterator[FakeNode]:  # its agents end before the directory goes
+    def node(self, plugins: Path, node: FakeNode) -> Iterator[FakeNode]:  # agents end before `plugins` is removed
         with adopting(plugins, node.kubelet.arguments) as options:
             node.options = options
             yield node

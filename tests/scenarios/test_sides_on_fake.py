@@ -24,11 +24,11 @@ def scene(tmp_path: Path) -> Iterator[FakeScene]:
 
 
 class TestSidesOnFake(SidesScenarios):
-    """The scenarios of both sides with agents as processes of their own, on the fake node."""
+    """The scenarios of device plugin and DRA on the fake node; each agent is a process of its own."""
 
 
 def test_no_inotify_instance_is_left(scene: FakeScene) -> None:
-    """Without an inotify instance, devices on both sides move when their holders end, also after a kubelet restart."""
+    """Without an inotify instance, devices move to DRA and back when holders end, also after a kubelet restart."""
     scene.program = ("-m", "tests.scenarios.unwatched")
     pods, users = scene.both()
     scene.end_kubelet("sigterm")

@@ -1,4 +1,4 @@
-"""Run a plugin's script, or `-m MODULE`, as `tests.scenarios.quick` does, where no inotify instance is left."""
+"""Run a plugin's script, or `-m MODULE`, as `tests.scenarios.quick` does, as if no inotify instance were left."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.scenarios import quick
 
 
 def refuse(_: InotifyFD) -> None:
-    """Fail as inotify_init1 does past fs.inotify.max_user_instances."""
+    """Fail as inotify_init1 does when the user has fs.inotify.max_user_instances instances."""
     raise OSError(errno.EMFILE, "Too many open files")
 
 

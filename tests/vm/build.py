@@ -22,7 +22,7 @@ from tests.cluster.build import BuildError, run
 
 RELEASE = "bookworm"
 PYTHON = "3.11"
-"""The version of Python in this release, which is the oldest version that the project supports."""
+"""The version of Python in this Debian release, which is the oldest version that the project supports."""
 PACKAGES = (
     *("systemd", "systemd-sysv", "udev", "dbus", "linux-image-cloud-amd64", "openssh-server", "python3"),
     *("runc", "containernetworking-plugins", "iproute2", "kmod", "procps", "ca-certificates"),
@@ -75,7 +75,7 @@ class Disk:
 
 
 def missing_packages() -> list[str]:
-    """Return the required Debian packages whose programs are not installed on this host."""
+    """Return the Debian packages that are required on this host and whose programs are missing."""
     wanted = {
         "qemu-system-x86": "qemu-system-x86_64",
         "qemu-utils": "qemu-img",
@@ -117,8 +117,8 @@ def _make_site(_: Path, into: Path) -> None:
     )
     run([sys.executable, "-m", "pip", "install", "-q", *fits, f"--target={into / 'clients'}", clients], into)
     shutil.copytree(into / "clients", into / "site", dirs_exist_ok=True)
-    # The agent's unit may not write bytecode there, so each start would compile the files. Without effect for another
-    # version of Python.
+    # The agent's unit may not write bytecode there, so each start would compile the files. This has no effect if this
+    # process has another version of Python than the machine.
     run([sys.executable, "-m", "compileall", "-q", "-j", "2", str(into / "site")], into)
 
 

@@ -42,7 +42,7 @@ def accelerated() -> bool:
 
 
 def wait_for(condition: Callable[[], T], what: str, limit: float = LIMIT, context: Callable[[], str] = str) -> T:
-    """Return the condition's first true result. Raises MachineError, with the context, after `limit` seconds."""
+    """Wait until the condition's result is true; return the result. Raises MachineError after `limit` seconds."""
     deadline, last = time.monotonic() + limit, ""
     while True:
         try:
@@ -69,7 +69,7 @@ class Machine:
         self._qemu: subprocess.Popen[bytes] | None = None
 
     def boot(self) -> None:
-        """Start the machine, without a wait for its boot (`wait_up`)."""
+        """Start the machine; `wait_up` waits until the machine has booted."""
         overlay = self._directory / "disk.qcow2"
         backing = ["-b", str(self._disk.root), "-F", "raw"]
         subprocess.run(["qemu-img", "create", "-q", "-f", "qcow2", *backing, str(overlay)], check=True)
@@ -141,7 +141,7 @@ class Machine:
         """Return the id of the present boot. Raises MachineError if the machine does not answer."""
         return self.run("cat /proc/sys/kernel/random/boot_id", connect=20).strip()
 
-    # --- what runs in it ---
+    # --- what runs in the machine ---
 
     def _ssh(self, connect: int) -> list[str]:
         options = ["BatchMode=yes", "StrictHostKeyChecking=no", "UserKnownHostsFile=/dev/null", "LogLevel=ERROR"]
@@ -168,7 +168,7 @@ class Machine:
         return done.stdout.decode(errors="replace")
 
     def put(self, files: Mapping[str, str | Path], mode: int = 0o644) -> None:
-        """Write files into the machine, and sync. files: by path, a text, or a file or directory of the host."""
+        """Write files into the machine, and sync. files: by path, a text, or a file or directory that is copied."""
 
         def plain(entry: tarfile.TarInfo) -> tarfile.TarInfo:
             entry.uid = entry.gid = 0
@@ -216,7 +216,7 @@ class Machine:
         return self.run(f"journalctl -q --no-pager -o short-monotonic -b {boot} -u {unit} -n {lines} || true")
 
     def setting(self, unit: str, name: str) -> str:
-        """Return a property of a unit."""
+        """Return the value of a property of a systemd unit."""
         return self.run(f"systemctl show -p {name} --value {unit}").strip()
 
 

@@ -126,7 +126,7 @@ class MachineCluster(Cluster):
         super().start(timeout)
 
     def stop(self) -> None:
-        """Store the machine's journal in the logs, and end the machine and the cluster."""
+        """Store the machine's journal in the directory of logs, and end the machine and the cluster."""
         if self.logs.is_dir():
             with contextlib.suppress(Exception):
                 (self.logs / "journal.log").write_text(self.machine.run("journalctl -q --no-pager -o short-precise"))
@@ -157,7 +157,7 @@ class MachineCluster(Cluster):
         )
 
     def reachable(self, kubeconfig: str) -> str:
-        """Return a kubeconfig with the API server's address in the machine's network."""
+        """Return this kubeconfig with the API server's address in the machine's network."""
         written = json.loads(kubeconfig)
         for each in written["clusters"]:
             each["cluster"]["server"] = _SERVER

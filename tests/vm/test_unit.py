@@ -36,12 +36,12 @@ def clean(node: MachineCluster) -> Iterator[None]:
 
 
 def by_limits(node: MachineCluster, name: str) -> Pod:
-    """Start a pod by limits without a controller."""
+    """Start a pod with a device by limits; no controller replaces the pod."""
     return node.start_pod(name, {FPGAS: 1})
 
 
 def by_claim(node: MachineCluster, name: str) -> Pod:
-    """Start a pod with a claim."""
+    """Start a pod with a claim, which is made for the pod."""
     version = "v1" if node.minor >= 34 else "v1beta1"
     exactly = {"deviceClassName": "fpga.example.com"}
     request = {"name": "fpga", "exactly": exactly} if version == "v1" else {"name": "fpga", **exactly}
@@ -56,7 +56,7 @@ def by_claim(node: MachineCluster, name: str) -> Pod:
 
 
 def device_of(node: MachineCluster, pod: Pod) -> tuple[str, str]:
-    """Return name and number (major:minor) of the only device of a pod's container."""
+    """Return name and device number (major:minor) of the only device in a pod's container."""
     found = node.exec(pod, 'for each in /dev/fpga*; do echo "${each#/dev/} $(stat -c %t:%T $each)"; done').split()
     assert len(found) == 2, found
     major, minor = (int(part, 16) for part in found[1].split(":"))
@@ -64,7 +64,7 @@ def device_of(node: MachineCluster, pod: Pod) -> tuple[str, str]:
 
 
 def opens(node: MachineCluster, pod: Pod, number: str) -> str:
-    """Return the error of an open of a device in a container: DRIVERLESS if the open is allowed, REFUSED if not."""
+    """Open a device in a container, and return the error: DRIVERLESS if the open is allowed, REFUSED if not."""
     major, minor = number.split(":")
     script = f"rm -f /tmp/n; mknod /tmp/n c {major} {minor}; : < /tmp/n"
     return node.exec(pod, f"({script}) 2>&1", check=False).rpartition(": ")[2]
@@ -167,7 +167,7 @@ def test_token(node: MachineCluster) -> None:
 
 @pytest.mark.parametrize("linked", [True, False], ids=["with links", "without links"])
 def test_daemon_reload(node: MachineCluster, linked: bool) -> None:
-    """After `systemctl daemon-reload`, containers can open only devices with a link in /dev/char; the agent warns."""
+    """After `systemctl daemon-reload`, containers can open only devices with links in /dev/char; the agent says so."""
     links(node, there=linked)
     pods = both(node)
     numbers = [device_of(node, pod)[1] for pod in pods]
@@ -197,7 +197,7 @@ def test_reboot(node: MachineCluster) -> None:
 
 
 def test_an_agent_that_does_not_start(node: MachineCluster) -> None:
-    """A reboot without the agent's start: the pod by limits fails; the pod by claim runs when the agent runs again."""
+    """If no agent starts after a reboot, the pod by limits fails; the pod by claim runs once an agent runs."""
     limits, claim = both(node)
     late = "[Service]\nExecStart=\nExecStart=/bin/sleep infinity\nTimeoutStartSec=10\n"
     node.machine.put({DROP_IN: late})
@@ -212,7 +212,7 @@ def test_an_agent_that_does_not_start(node: MachineCluster) -> None:
 
 
 def test_numbers_swapped_by_a_reset(node: MachineCluster) -> None:
-    """Devices exchange their numbers at a reset: each pod still has its device, and can open only its new number."""
+    """Devices exchange their numbers at a machine's reset: each pod still has its device, and can open no other."""
     pods = both(node)
     before = dict(device_of(node, pod) for pod in pods)
     minors = {f"fpga{index}": FIRST + 3 - index for index in range(4)}
