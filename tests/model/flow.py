@@ -1,6 +1,6 @@
-"""The agent's work on one node: its real register, driver with CDI files, and handover, without sockets.
+"""The agent's work on one node without sockets: the real register, DRA driver, CDI files, and moves of devices.
 
-Everything that outlives the agent is recorded as it happens (`record`): grants, pods and claims.
+Grants, pods and claims, which outlive the agent's process, are recorded as they happen (`record`).
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ Step = Callable[[str], None]
 
 
 class Source(DeviceSource):
-    """A source with hooks, so that claims are reserved on disk first."""
+    """A source with hooks, so that a claim is reserved on disk before it is prepared."""
 
     resource = R
     driver = D
 
     def prepare(self, devices: Sequence[Device], config: object) -> ContainerEdits:
-        """Set nothing up."""
+        """Return a variable for the container, and set no device up."""
         return ContainerEdits({"SET": "up"})
 
     def unprepare(self, devices: Sequence[Device]) -> None:
@@ -72,7 +72,7 @@ class Source(DeviceSource):
 
 
 class Plain(DeviceSource):
-    """A source without hooks: claims are reserved in memory."""
+    """A source without hooks, so that claims are reserved in memory only."""
 
     resource = R
     driver = D
@@ -80,10 +80,10 @@ class Plain(DeviceSource):
 
 @dataclass
 class Outside(ClusterClaims):
-    """Kubelet and API server.
+    """Stands in for kubelet and API server, and has what they know.
 
-    pods: devices held by pods; a pod's UID and container have the name of its device. running: devices held by the
-    containers of claims, by the claim's UID.
+    pods: the devices that pods hold by limits; a pod has the name of its device as UID. allocated: the device that each
+    claim is allocated, by the claim's UID. running: the device that each claim's containers hold, by the claim's UID.
     """
 
     pods: set[str] = field(default_factory=set)
@@ -107,13 +107,13 @@ class Outside(ClusterClaims):
             self.allocated.pop(name, None)
 
     def evidence(self) -> HolderEvidence:
-        """Return the evidence of the kubelet's checkpoint, written at the agent's request, and of the cgroups."""
+        """Return what the kubelet's checkpoint (written at the agent's request) and the cgroups show about holders."""
         named = frozenset(Allocation(name, "c", R, name) for name in self.pods)
         return HolderEvidence(
             [CheckpointVersion(named, {})], current=True, pods=PodProcesses(running=frozenset(self.pods))
         )
 
-    # The API server, for the driver and the handover.
+    # The API server, as the driver and the moves of devices ask it.
 
     async def get_claim(self, namespace: str, name: str) -> Mapping[str, Any] | None:
         """Return a claim by its name, which is its UID here."""
@@ -142,7 +142,7 @@ class Outside(ClusterClaims):
 
 
 class Served:
-    """A resource's devices and their ids, as a service has them."""
+    """A resource's devices and their ids, as the agent has them for the register."""
 
     def __init__(self, source: DeviceSource, inventory: Inventory, held: Callable[[str], bool]) -> None:
         self.source = source
@@ -160,10 +160,10 @@ class Served:
 
 
 class Grants(RegisterHost):
-    """The register of one life of the agent, and the scanner of holders.
+    """The register of one process of the agent, and the scanner that looks for holders of devices.
 
-    reconciled: the (resource, device) pairs whose evidence was compared with the ledger. bridged: the resources whose
-    devices are granted only after this comparison.
+    reconciled: the (resource, device) pairs whose holders in checkpoint, cgroups and claim files were compared with the
+    ledger. bridged: the resources whose devices are granted only after this comparison.
     """
 
     def __init__(self, store: Store, served: Mapping[str, Served], *, bridged: Collection[str]) -> None:
@@ -188,7 +188,7 @@ def allocations_of(now: RegisterSnapshot) -> frozenset[Allocation]:
 
 
 class Flow(DriverHost):
-    """One life of the agent."""
+    """One process of the agent, from its start to its end."""
 
     errors: ClassVar[tuple[type[Exception], ...]] = ()
 
@@ -227,7 +227,7 @@ class Flow(DriverHost):
         step: Step = lambda name: None,
         connect: Callable[[str], Any] = connected,
     ) -> Self:
-        """Open the ledger, compare it with the evidence, and offer devices."""
+        """Start the agent: open the ledger, compare it with the holders on the node, and offer devices."""
         async_ledger = AsyncLedger(Ledger(str(directory / "ledger.db"), connect=Watched.by(step, connect)))
         flow = cls(directory, async_ledger, outside, source, step)
         await flow.patiently(flow.place)
@@ -240,7 +240,7 @@ class Flow(DriverHost):
         await self.async_ledger.close()
 
     async def place(self) -> None:
-        """Compare the ledger with the holders."""
+        """Compare the ledger with the holders that checkpoint, cgroups and claim files show."""
         held = kubelet_snapshot(0, holders.holders((), self.outside.evidence()), R, str).held
         claims = [
             claim
@@ -251,13 +251,13 @@ class Flow(DriverHost):
         await self.async_ledger.do(operations.reconcile_evidence(R, evidence, DEVICES, Side.PLUGIN, time.time(), D))
         self.grants.reconciled |= {(R, name) for name in DEVICES}
 
-    # Questions of the driver.
+    # What the driver asks.
 
     def ready(self, resource: str, device: str) -> bool:
-        """Return whether the evidence about a device was compared with the ledger."""
+        """Return whether a device's holders on the node were compared with the ledger."""
         return (resource, device) in self.grants.reconciled
 
-    # Questions of the handover.
+    # What the moves of devices ask.
 
     def _shown(self) -> tuple[float, frozenset[str]]:
         return 0.0, frozenset(name for name in DEVICES if self.register.offers(R, name))
@@ -274,21 +274,21 @@ class Flow(DriverHost):
         return pod_uid
 
     def endpoint(self, resource: str) -> None:
-        """There is no servicer of another resource."""
+        """Return no endpoint, since there is no other resource."""
 
     def successor(self, resource: str) -> None:
-        """There is no other driver."""
+        """Return no driver, since there is no other driver to which a device could go."""
 
     def moved(self, resource: str) -> None:
-        """Write the slice."""
+        """Write the slice, since devices were moved."""
         self.publish()
 
     async def allocated(self) -> Allocated:
-        """List all claims."""
+        """Return the devices that claims are allocated."""
         return await self.outside.listed()
 
     async def allocates(self, claim: str, resource: str, device: str | None) -> bool:
-        """Return whether a claim is allocated a device now."""
+        """Return whether a claim is allocated this device at present."""
         return self.outside.allocated.get(claim.partition("/")[2], "") == device
 
     def publish(self) -> None:
@@ -315,10 +315,10 @@ class Flow(DriverHost):
         """Return that no other slice offers a device."""
         return ""
 
-    # Requests of pods and claims; each is retried, as the kubelet does.
+    # Requests of the kubelet for pods and claims; it retries each that fails.
 
     async def patiently(self, work: Callable[[], Any]) -> Any:
-        """Call `work` until it does not fail, at most 21 times."""
+        """Call `work` until a call succeeds, at most 21 times."""
         for last in (*[False] * 20, True):
             try:
                 return await work()
@@ -354,12 +354,12 @@ class Flow(DriverHost):
         await self.patiently(once)
 
     async def advance(self) -> None:
-        """Let the handover make the steps that are possible now, and write the slice."""
+        """Make the steps of devices' moves that are possible now, and write the slice."""
         await self.handover._step()
         self.publish()
 
     async def move(self, share: int, until: Callable[[], bool] | None = None) -> None:
-        """Request a share, and let the handover work until all devices are on the requested side, or until `until`."""
+        """Request `share` devices for claims, and move devices until claims have that number or `until` is true."""
         self.handover.ask(Share(share))
         for _ in range(40):
             with contextlib.suppress(LedgerError):
@@ -377,7 +377,7 @@ class Flow(DriverHost):
 
 
 async def story(flow: Flow, record: Callable[[str, str], None]) -> None:
-    """Grant, begin, commit, prepare, unprepare, commit back, grant: each side once, each move in both directions."""
+    """Grant devices to pods, prepare a claim, and move devices to claims and back, with each begin and commit."""
     await flow.allocate("a")
     record("granted", "a")
     await flow.move(1)
@@ -398,7 +398,7 @@ async def story(flow: Flow, record: Callable[[str, str], None]) -> None:
 
 
 async def aftermath(directory: Path, outside: Outside, source: DeviceSource) -> None:
-    """Start the agent again, and check that held devices are refused and that no device is lost."""
+    """Start the agent again, and check that held devices are refused, and that all devices can still move."""
     flow = await Flow.begin(directory, outside, source)
     try:
         for device in DEVICES:
@@ -437,7 +437,7 @@ async def aftermath(directory: Path, outside: Outside, source: DeviceSource) -> 
 
 
 def watched(step: Step, directory: str) -> Iterator[None]:
-    """Call `step` at each change of CDI files, too; a generator for contextlib."""
+    """Call `step` also at each change of CDI files. This is a generator for contextlib."""
     from deviceplugin import files
 
     draft, rename, remove = files._draft, os.rename, os.remove
@@ -478,7 +478,7 @@ watching = contextlib.contextmanager(watched)
 
 
 def replayed(lines: Iterable[str]) -> Outside:
-    """Return the outside after these recorded events."""
+    """Return kubelet and API server as they are after these recorded events."""
     outside = Outside()
     for line in lines:
         word, name = line.split()

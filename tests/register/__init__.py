@@ -1,1 +1,1 @@
-"""Tests of the register, and of whole agents on the fake node: no device is given twice."""
+"""Tests of the register (who holds which device), and of agents on a fake node: no device is given to two pods."""

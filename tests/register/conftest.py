@@ -1,4 +1,4 @@
-"""The fake node of the tests of agents with both sides."""
+"""The fake node for these tests: the one of the tests of agents that serve limits and claims."""
 
 from tests.dra.conftest import node
 

@@ -1,4 +1,4 @@
-"""An agent of one side or of both on the fake node, and what a test can see of the agent from outside."""
+"""An agent on the fake node, which serves limits or also claims, and what a test can see of it from outside."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ TOKENS = pytest.mark.parametrize(
 SHARE = pytest.mark.parametrize("share", ["none", "all"])
 BOTH = pytest.mark.parametrize("both", [False, True], ids=["pods", "both"])
 PATIENCE: Final = 15.0
-"""Seconds that `until` waits; a test that waits for a longer delay gives its own limit."""
+"""The seconds for which `until` waits, if a test gives no other limit."""
 
 
 def some(names: str, usual: Sequence[tuple[Any, ...]], *values: Sequence[Any]) -> pytest.MarkDecorator:
@@ -49,7 +49,7 @@ def some(names: str, usual: Sequence[tuple[Any, ...]], *values: Sequence[Any]) -
 
 
 class Varying(Listed):
-    """A device d0 whose number of replicas comes with each list; further devices in a list mark it as taken."""
+    """A source with a device d0, whose number of replicas a test can change."""
 
     def __init__(self, replicas: int, driver: str = D, *, tokens: bool = False) -> None:
         super().__init__(A, driver, "d0", replicas=2, tokens=tokens)
@@ -57,7 +57,7 @@ class Varying(Listed):
         self.vary(replicas)
 
     def vary(self, replicas: int, *marks: str) -> None:
-        """List d0 with this number of replicas. marks: further devices, which show that the list was taken."""
+        """List d0 with this number of replicas. marks: further devices, to see that the agent has the list."""
         self.list(self.device("d0", attributes={"replicas": replicas}), *map(self.device, marks))
 
     def replicas_of(self, device: Device) -> int:
@@ -65,7 +65,7 @@ class Varying(Listed):
 
 
 def running(node: FakeNode, device: str) -> set[str]:
-    """Return the UIDs of pods with a running container that have the device or a replica of it."""
+    """Return the UIDs of the pods with a running container that have the device or a replica of the device."""
     with node.changed:
         pods = [*node.pods.values(), *node.orphans.values()]
         alive = [pod for pod in pods if any(one.state == "running" for one in pod.all_containers.values())]
@@ -73,23 +73,23 @@ def running(node: FakeNode, device: str) -> set[str]:
 
 
 def got(node: FakeNode, pod: FakePod) -> set[str]:
-    """Return the devices that a pod's first container got by its variables; the kubelet's records may differ."""
+    """Return the devices of a pod's first container according to its variables; the kubelet's records may differ."""
     return {name.removeprefix(SAYS) for name in node.edits_of(pod).env if name.startswith(SAYS)}
 
 
 def plain(name: str) -> str:
-    """Return the device of a replica's id or of a published name; two resources never share a device name here."""
+    """Return the name of the device behind a replica's id or a published name."""
     return name.rpartition("--")[2].partition("::")[0]
 
 
 class Here(AgentOnNode):
-    """An agent of one side or of both, whose config can change; each `until` has a short limit."""
+    """An agent that serves limits or also claims, and whose config can change; each `until` has a short limit."""
 
     resource = A
     driver = D
 
     async def serve(self, *sources: DeviceSource, share: str = "none") -> None:
-        """Serve these sources in place of the former ones, as after a change of the config file."""
+        """Have the agent serve these sources instead of the former ones, as after a change of the config file."""
         by_resource = {source.resource: source for source in sources}
         if self._bridge is None:
             await self.agent.reconfigure(by_resource)
@@ -105,7 +105,7 @@ class Here(AgentOnNode):
         return {device: one.reason for device, one in status.withheld.items()}
 
     def sliced(self, driver: str = D) -> set[str]:
-        """Return the names of the devices in a driver's slices."""
+        """Return the names of the devices in a driver's ResourceSlices."""
         return sliced(self.node, driver)
 
     async def until(self, what: Callable[[], object], timeout: float = PATIENCE) -> None:
@@ -120,7 +120,7 @@ class Here(AgentOnNode):
         return bool(what())
 
     async def take(self, resource: str, *ids: str) -> str:
-        """Call Allocate as a kubelet whose checkpoint does not name the container yet; return the error, "" if none."""
+        """Call Allocate as a kubelet whose checkpoint does not name the container yet. Return the error or ""."""
         endpoint = next(one.endpoint for one in reversed(self.node.registrations) if one.resource == resource)
         request = pb.AllocateRequest(container_requests=[pb.ContainerAllocateRequest(devices_ids=ids)])
 
@@ -136,7 +136,7 @@ class Here(AgentOnNode):
 
 
 def policies(sources: Sequence[DeviceSource], share: str) -> dict[str, HandoverPolicy]:
-    """Return a config file's policies: of each source's resource, the same share of devices is for claims."""
+    """Return policies as a config file has them: `share` of each source's devices is for claims."""
     return {source.resource: HandoverPolicy(parse_share(share)) for source in sources}
 
 
@@ -144,7 +144,7 @@ def policies(sources: Sequence[DeviceSource], share: str) -> dict[str, HandoverP
 async def serving(
     node: FakeNode, *sources: DeviceSource, share: str = "none", both: bool = True, name: str = AGENT
 ) -> AsyncIterator[Here]:
-    """Run an agent until the end of the block. both: with both sides, else for pods only. name: `--agent-name`."""
+    """Run an agent until the end of the block. both: it serves claims beside limits. name: `--agent-name`."""
     if both:
         bridge = Bridge(
             sources,
@@ -169,7 +169,7 @@ async def serving(
 async def offering(
     node: FakeNode, source: DeviceSource, *, share: str = "none", both: bool = True, name: str = AGENT
 ) -> AsyncIterator[Here]:
-    """Run an agent, and wait until all devices of A are offered: to claims if share is "all", else to pods."""
+    """Run an agent, and wait until all devices of A are offered: to claims if `share` is "all", else to limits."""
     async with serving(node, source, share=share, both=both, name=name) as here:
         inventory = here.agent.services[A].inventory
         await here.until(
@@ -191,7 +191,7 @@ def lose_register(root: Path) -> None:
 
 
 async def restart_without_register(node: FakeNode, state: str) -> None:
-    """Restart the kubelet while no agent runs, and delete the register; state: whether the claim state is lost, too."""
+    """Restart the kubelet while no agent runs, without the register and, if `state` is not "kept", the claim state."""
     await asyncio.to_thread(node.stop)
     lose_register(node.root)
     if state != "kept":

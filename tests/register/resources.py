@@ -1,4 +1,4 @@
-"""Resources as a register sees them, without an agent; a test sets the identity of their devices."""
+"""Resources as a register sees them, without an agent; a test sets their devices and the devices' identities."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from deviceplugin.register.store import Store
 
 
 class ListedResource:
-    """A resource as a service has it; `tokens` has the tokens of its devices by id, the identity first."""
+    """A resource with its devices. tokens: by device id, the device's tokens in one string, its identity first."""
 
     def __init__(self, resource: str, *devices: Device, driver: str, replicas: int = 1, **tokens: str) -> None:
         self.source = cast(
@@ -24,7 +24,7 @@ class ListedResource:
         self.list(*devices, **tokens)
 
     def list(self, *devices: Device, **tokens: str) -> None:
-        """List exactly these devices."""
+        """Make the source's list consist of exactly these devices."""
         known = {name: frozenset(one.split()) for name, one in tokens.items() if one}
         named = [Device(name, identity=one.partition(" ")[0]) for name, one in tokens.items()]
         self.inventory.publish([*named, *devices], known)
@@ -37,7 +37,7 @@ class ListedResource:
 
 
 class ListedResources(RegisterHost):
-    """The register of some resources. unknown: devices without evidence. foreign: uses of other holders."""
+    """A register of some resources. unknown: why a device's holder is unknown. foreign: uses by other agents."""
 
     services: dict[str, ListedResource]
 

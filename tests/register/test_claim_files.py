@@ -1,4 +1,4 @@
-"""The file that the driver writes for each prepared claim."""
+"""The claim files: the driver writes one for each prepared claim."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ def put(directory: Path, *files: ClaimFile) -> None:
 
 
 def own(directory: Path) -> Path:
-    """Return the directory of the files."""
+    """Return the directory of the claim files."""
     return Path(cdi.own_directory(str(directory)))
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
-    """A file that was written is read with all of its fields; the order of the pods does not change its bytes."""
+    """A claim file is read with all fields that were written; the order of the pods does not change its bytes."""
     other = made("2", "2nd.example.com", devices=(), pods=frozenset())
     put(tmp_path, made(), other)
     assert set(claim_files.read_all(str(own(tmp_path)))) == {made(), other}
@@ -63,7 +63,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
 
 
 def test_runtimes_do_not_read_it(tmp_path: Path) -> None:
-    """Claim files are in a directory below that of the CDI specs, which no runtime reads; the two do not mix."""
+    """Claim files are in a subdirectory of the CDI specs' directory, since runtimes read no subdirectories."""
     put(tmp_path, made())
     CdiStore(D, str(tmp_path)).write("1", b"{}")
     (own(tmp_path) / "allocations").mkdir()
@@ -92,7 +92,7 @@ def test_runtimes_do_not_read_it(tmp_path: Path) -> None:
     ],
 )
 def test_a_damaged_file_says_that_its_devices_are_unknown(tmp_path: Path, text: bytes) -> None:
-    """A damaged file gives its driver and claim, by its name, with unknown devices; other files are read."""
+    """A damaged claim file is read as a claim with unknown devices; driver and claim come from the file's name."""
     put(tmp_path, made("3"))
     (own(tmp_path) / f"{D}_1.claim").write_bytes(text)
     found = {file.uid: file for file in claim_files.read_all(str(own(tmp_path)))}
@@ -101,14 +101,14 @@ def test_a_damaged_file_says_that_its_devices_are_unknown(tmp_path: Path, text: 
 
 
 def test_a_file_that_cannot_be_read_says_so(tmp_path: Path) -> None:
-    """A directory or a broken link in place of a claim's file gives that claim with unknown devices."""
+    """A directory or a broken link in place of a claim file is read as a claim with unknown devices."""
     (own(tmp_path) / f"{D}_1.claim").mkdir(parents=True)
     (own(tmp_path) / f"{D}_2.claim").symlink_to(own(tmp_path) / f"{D}_2.claim")
     assert [(file.uid, file.devices) for file in claim_files.read_all(str(own(tmp_path)))] == [("1", None), ("2", None)]
 
 
 def test_a_directory_that_is_not_there_has_no_files(tmp_path: Path) -> None:
-    """A missing directory has no files; one that cannot be read is an error."""
+    """If the directory of claim files is missing, there are no claims; if it cannot be read, that is an error."""
     assert claim_files.read_all(str(own(tmp_path / "none"))) == ()
     (tmp_path / "deviceplugin").write_bytes(b"")
     with pytest.raises(OSError, match="Not a directory"):
@@ -117,6 +117,6 @@ def test_a_directory_that_is_not_there_has_no_files(tmp_path: Path) -> None:
 
 @given(st.binary() | st.builds(lambda at: claim_files.encode(made())[:at], st.integers(0, 400)))
 def test_any_bytes_are_understood_or_unknown(data: bytes) -> None:
-    """Any bytes give the claim that was written, or a claim with unknown devices."""
+    """A claim file with any bytes is read as the claim that was written, or as a claim with unknown devices."""
     found = claim_files.decode(data, D, "1")
     assert found == made() or (found.driver, found.uid, found.devices) == (D, "1", None)

@@ -1,4 +1,4 @@
-"""No config makes pods and claims consume more of a counter than the device has."""
+"""Whatever the config, pods and claims together never consume more of a shared counter than the hardware has."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Q = "10Gi"
 
 
 def part(name: str, takes: str = Q, total: str = Q, identity: str = "") -> Device:
-    """Return a partition that consumes all memory of the chip."""
+    """Return a partition of a chip, which by default consumes all of the chip's memory."""
     return Device(
         name,
         edits=ContainerEdits({f"DEVICE_{name}": "1"}),
@@ -25,7 +25,7 @@ def part(name: str, takes: str = Q, total: str = Q, identity: str = "") -> Devic
 
 
 def source(resource: str, driver: str, *names: str) -> Listed:
-    """Return a source of partitions."""
+    """Return a source that lists partitions with these names."""
     made = Listed(resource, driver)
     made.lists = asyncio.Queue()
     made.list(*map(part, names))
@@ -33,13 +33,13 @@ def source(resource: str, driver: str, *names: str) -> Listed:
 
 
 async def both_run(here: Here, first: FakePod, resource: str) -> bool:
-    """Return whether a pod still runs and another pod that asks for a resource runs as well."""
+    """Return whether the first pod still runs, and a new pod with a limit of one device of the resource runs too."""
     other = await here.run("other", {resource: 1})
     return first.running and other.running
 
 
 async def test_a_pods_part_counts_after_its_resource_is_gone_over_a_restart(node: FakeNode) -> None:
-    """A plugin restarts without the resource whose partition a pod holds: the other resource's partition is refused."""
+    """A pod holds a partition of a resource that the restarted plugin does not serve: other partitions are refused."""
     async with serving(node, source(A, D, "a0"), source(B, D, "b0"), both=False) as here:
         await here.until(lambda: here.healthy(A) and here.healthy(B))
         first = await here.run("p", {A: 1})
@@ -71,9 +71,9 @@ async def test_a_part_that_takes_what_is_not_declared_is_not_offered(node: FakeN
     ["10", "10Gi"],
 )
 async def test_a_claims_part_counts_for_the_plugin_alone(node: FakeNode, to: str, names: str, amount: str) -> None:
-    """A claim holds a partition, and `deviceplugin run` follows `dra-bridge run`: no pod gets a part of the same chip.
+    """A claim holds a partition when `deviceplugin run` replaces `dra-bridge run`: no pod gets a part of its chip.
 
-    to: the driver in the new config. names: a1, if listed, is another device with the same counters.
+    to: the driver in the new config. names: the listed partitions, which have the same counters.
     """
 
     def made(driver: str) -> Listed:

@@ -1,4 +1,4 @@
-"""Lost, old and foreign registers, copies and claim files: no device has two holders."""
+"""Even if registers, copies or claim files are lost, or of another agent, no device has two holders."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from tests.register.node import (
     some,
 )
 
-# Agents with other names.
+# Two agents with different names.
 
 
 async def test_what_claims_of_a_second_agent_have_is_given_to_nobody(node: FakeNode) -> None:
-    """Two agents list the same hardware: a device that a claim of one agent holds is withheld by the other."""
+    """If two agents list the same hardware, a device that a claim of one agent holds is withheld by the other."""
     other = Listed(B, E)
     other.lists = asyncio.Queue()
     other.list(Device("x0", identity="serial:d0"))
@@ -42,7 +42,7 @@ async def test_what_claims_of_a_second_agent_have_is_given_to_nobody(node: FakeN
 
 @pytest.mark.parametrize("driver", [D, E])
 async def test_claims_of_an_agent_of_another_name_are_those_of_their_driver(node: FakeNode, driver: str) -> None:
-    """An agent with another name serves the resource: a claim's device stays held until the claim's pod has ended."""
+    """If an agent with another name takes over the resource, a claim holds its device until the claim's pod ends."""
     async with offering(node, Listed(A, D), share="all") as here:
         pod = await here.claimant("c0")
         (held,) = got(node, pod)
@@ -63,7 +63,7 @@ async def test_claims_of_an_agent_of_another_name_are_those_of_their_driver(node
 
 
 async def test_claims_of_another_agents_driver_are_known_after_a_reload_that_names_it(node: FakeNode) -> None:
-    """A reload names another agent's driver, but not its devices: the claim's device is refused to pods."""
+    """A claim's device is refused to pods also after a reload adds the claim's driver to a resource without devices."""
     async with offering(node, Listed(A, D, "d0"), share="all", name="one") as one:
         pod = await one.claimant("c0")
     async with serving(node, Listed(A, "", "d0"), name="two") as two:
@@ -78,7 +78,7 @@ async def test_claims_of_another_agents_driver_are_known_after_a_reload_that_nam
 
 
 async def test_a_share_that_another_agents_pod_has_is_all_that_is_withheld(node: FakeNode) -> None:
-    """Another agent's pod has one share of a device: the other share is granted, and no third one."""
+    """If a pod of another agent has one of a device's two replicas, one more replica is granted, and no third."""
     async with serving(node, Varying(2)) as here:
         await here.until(lambda: here.healthy() == {"d0::0", "d0::1"})
         first = await here.run("p", {A: 1})
@@ -107,7 +107,7 @@ async def test_a_share_that_another_agents_pod_has_is_all_that_is_withheld(node:
 async def test_a_claim_that_is_named_by_the_kubelet_alone_may_have_any_device(
     node: FakeNode, driver: str, files: tuple[bool, str]
 ) -> None:
-    """Register and claim files are lost: the claim's device is not granted, and without the driver no device is."""
+    """Without register and claim files a claim's device is not granted, and without the driver no device is granted."""
     both, lost = files
     async with offering(node, Listed(A, D), share="all") as here:
         pod = await here.claimant("c0")
@@ -134,6 +134,6 @@ async def test_a_claim_that_is_named_by_the_kubelet_alone_may_have_any_device(
             await here.stopped(one)
         if explained:
             await here.stopped(pod)
-    async with serving(node, Listed(A, D)) as here:  # this driver unprepares the claim
+    async with serving(node, Listed(A, D)) as here:  # with this driver the claim can be unprepared
         await here.stopped(pod)
         await here.until(lambda: here.healthy() == {"d0", "d1"}, 30)

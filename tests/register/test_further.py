@@ -1,4 +1,4 @@
-"""Further sequences of configs, lost files and restarts: no device has two holders, and no device is lost."""
+"""After further changes of the config, lost files and restarts, no device has two holders, and none is lost."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from tests.register.node import (
 
 
 class Slow(Listed):
-    """Devices whose `prepare` waits until a test sets `end`."""
+    """A source whose hook `prepare` waits until a test sets `end`."""
 
     def __init__(self, driver: str) -> None:
         super().__init__(A, driver)
@@ -55,7 +55,7 @@ class Slow(Listed):
 
 @SHARE
 async def test_a_prepare_in_flight_keeps_its_device_when_the_driver_is_renamed(node: FakeNode, share: str) -> None:
-    """A reload renames the driver during a Prepare: the claim keeps its device, and no pod or other claim gets it."""
+    """If a reload renames the driver during a Prepare, only the claim of this Prepare gets the device."""
     async with serving(node, source := Slow(D), share="all") as here:
         await here.until(lambda: here.sliced() == {"d0", "d1"})
         pod = node.start_pod("p", template={D: 1})
@@ -83,7 +83,7 @@ async def test_a_prepare_in_flight_keeps_its_device_when_the_driver_is_renamed(n
 async def test_a_reload_just_after_an_allocate_forgets_no_grant(
     node: FakeNode, monkeypatch: pytest.MonkeyPatch, before: str, tokens: bool
 ) -> None:
-    """A reload adds or renames a driver before the checkpoint names a grant's container: no claim gets the device."""
+    """If a reload sets a driver before the checkpoint names a grant's container, no claim gets the granted device."""
     monkeypatch.setattr(rules, "WELL_APART", 3600.0)
     async with serving(node, Listed(A, before, tokens=tokens)) as here:
         await here.until(lambda: here.healthy() == {"d0", "d1"})
@@ -114,16 +114,16 @@ async def test_devices_leave_a_former_driver_one_by_one(node: FakeNode) -> None:
 
 
 async def by_limits(here: Here, name: str) -> FakePod:
-    """Run a pod with a limit of one device, which DRA serves."""
+    """Run a pod with a limit of one device, which it gets through DRA."""
     pod = here.node.start_pod(name, {A: 1})
     await asyncio.to_thread(pod.wait_running, 15)
     return pod
 
 
 async def test_devices_of_pods_by_limits_leave_a_former_driver_one_by_one(node: FakeNode) -> None:
-    """After a rename of the driver a device goes to the new driver while other pods have devices by limits.
+    """After a rename of the driver, a device can go to the new driver while pods have others by limits through DRA.
 
-    The device plugin does not show the device meanwhile, since a kubelet restart would then end younger pods.
+    Meanwhile the device plugin does not show the device, since a kubelet restart would then end younger pods.
     """
     node.server.create(device_class(A, D))
     async with offering(node, Listed(A, D), share="all") as here:
@@ -144,9 +144,9 @@ async def test_devices_of_pods_by_limits_leave_a_former_driver_one_by_one(node: 
 async def test_what_waits_at_a_former_driver_is_reported(
     node: FakeNode, monkeypatch: pytest.MonkeyPatch, share: str
 ) -> None:
-    """The new driver's report names the claim for which a former driver's device waits.
+    """The new driver's report names the claim for whose end a device of the former driver waits.
 
-    A free device waits too if the share leaves it to the device plugin, or while an allocation names it.
+    A free device waits too, if it is to go to the device plugin, or while a claim has it allocated.
     """
     monkeypatch.setattr(slice_feed, "HOLDERS", 0.1)
     node.server.create(device_class(A, D))
@@ -179,14 +179,14 @@ async def test_what_waits_at_a_former_driver_is_reported(
 
 @SHARE
 async def test_a_renamed_driver_that_cannot_be_served_can_be_named_as_before(node: FakeNode, share: str) -> None:
-    """A driver is renamed to one that cannot be served, and back: its devices are offered as before."""
+    """If a driver is renamed to one that cannot be served, and back, its devices are offered as before."""
     async with serving(node, Listed(A, D), share=share) as here:
         offered = here.healthy if share == "none" else here.sliced
         await here.until(lambda: offered() == {"d0", "d1"})
         with unserved(E):
             await here.serve(Listed(A, E), share=share)
         await here.serve(Listed(A, D), share=share)
-        missing = here.agent.register.evidence_missing  # until then the kubelet may have the first list
+        missing = here.agent.register.evidence_missing  # while it is missing, the kubelet may still have the first list
         await here.until(lambda: not (missing(A, "d0") or missing(A, "d1")))
         await here.until(lambda: offered() == {"d0", "d1"})
         pod = await (here.run("p", {A: 1}) if share == "none" else here.claimant("p"))
@@ -197,7 +197,7 @@ async def test_a_renamed_driver_that_cannot_be_served_can_be_named_as_before(nod
 
 
 async def hold(here: Here) -> FakePod:
-    """Run a pod with d0, and wait for scans that see the pod."""
+    """Run a pod that gets d0, and wait for scans that see the pod."""
     await here.until(lambda: "d0" in here.healthy())
     pod = await here.run("p", {A: 1})
     assert pod.device_ids == ("d0",)
@@ -219,7 +219,7 @@ async def lost_checkpoint(here: Here, *, devices: int = 1) -> None:
 async def test_a_container_that_may_run_keeps_what_the_lost_checkpoint_had(
     node: FakeNode, both: bool, what: str
 ) -> None:
-    """The checkpoint is lost and a container ends: its pod keeps the device if another container may still hold it."""
+    """After a loss of the checkpoint, the end of one container frees no device that another of its pod may hold."""
     async with serving(node, Listed(A, D, "d0"), both=both) as here:
         await here.until(here.healthy)
         containers = {"has": {A: 1}, "beside": {}}
@@ -233,7 +233,7 @@ async def test_a_container_that_may_run_keeps_what_the_lost_checkpoint_had(
         pod.crash_container(ends.name)
         await here.scans()
         for number in range(2):
-            # The id stays offered while the kubelet counts the pod, until the kubelet chooses it for another pod.
+            # While the kubelet counts the pod, d0 stays offered until the kubelet chooses d0 for another pod.
             assert here.healthy() == (set() if number else {"d0"})
             assert not (await here.run(f"other{number}", {A: 1})).running
             await here.scans()
@@ -244,7 +244,7 @@ async def test_a_container_that_may_run_keeps_what_the_lost_checkpoint_had(
 async def test_a_device_of_a_container_that_ended_after_the_checkpoint_was_lost_goes_to_one_pod(
     node: FakeNode, both: bool
 ) -> None:
-    """The checkpoint is lost and the holder's container ends: the device goes to one pod, the next that asks for it."""
+    """After a loss of the checkpoint, a device whose container ends goes to the next pod, and to no second one."""
     async with serving(node, Listed(A, D, "d0"), both=both) as here:
         pod = await hold(here)
         await lost_checkpoint(here)
@@ -266,12 +266,12 @@ async def test_a_device_of_a_container_that_ended_after_the_checkpoint_was_lost_
         assert running(node, "d0") == {pod.uid}
 
 
-# Ids that look like replicas.
+# Device ids that look like those of replicas.
 
 
 @BOTH
 async def test_an_id_that_looks_like_a_replicas_is_another_device(node: FakeNode, both: bool) -> None:
-    """A pod has a replica; then another device gets that id: d0 is still held by one pod only."""
+    """If a pod has a replica of d0, and another device gets the replica's id, still only one pod has d0."""
     async with serving(node, Listed(A, D, "d0", replicas=2), both=both) as here:
         await here.until(lambda: here.healthy() == {"d0::0", "d0::1"})
         first = await here.run("p", {A: 1})
@@ -283,13 +283,13 @@ async def test_an_id_that_looks_like_a_replicas_is_another_device(node: FakeNode
         assert [got(node, one) for one in (first, *others) if one.running].count({"d0"}) == 1
 
 
-# `List` gives no answer.
+# PodResources `List` gives no answer.
 
 
 async def test_pods_that_the_kubelet_could_not_list_for_a_while_keep_no_claims_device(
     node: FakeNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A claim ends while `List` is not answered: after that its device goes to the next claim."""
+    """If a claim ends while PodResources `List` gives no answer, its device goes to the next claim afterwards."""
     monkeypatch.setattr("dra_bridge.driver.preparation.PATIENCE", 1.0)
     monkeypatch.setattr("dra_bridge.node.claim_checks.RECONCILE", 1.0)
     monkeypatch.setattr("dra_bridge.node.claim_checks.NOTICE", 0.1)
@@ -313,7 +313,7 @@ async def test_pods_that_the_kubelet_could_not_list_for_a_while_keep_no_claims_d
 
 
 async def test_a_claim_that_was_allocated_elsewhere_gets_what_it_is_allocated_now(node: FakeNode) -> None:
-    """A claim is allocated another device while its former pod hangs: both claims wait until that pod has ended."""
+    """A claim gets a new device while its former pod hangs on d0: it and d0's next claim wait for that pod's end."""
     async with offering(node, Listed(A, D), share="all") as here:
         node.claim("mine", D)
         hanging = await here.claimant("worker", claims=["mine"])
@@ -332,16 +332,16 @@ async def test_a_claim_that_was_allocated_elsewhere_gets_what_it_is_allocated_no
         assert (got(node, owner), got(node, again)) == ({"d0"}, {"d1"})
 
 
-# Registers that are lost, or not empty.
+# A lost register, and a register without a claim's device.
 
 
 @pytest.mark.parametrize("state", ["kept", "lost", "forgotten"], ids=lambda state: f"state-{state}")
 async def test_without_its_register_a_device_that_a_claim_has_alone_is_shared_with_none(
     node: FakeNode, monkeypatch: pytest.MonkeyPatch, state: str
 ) -> None:
-    """The register is lost and the config shares a held device now: claims for a share of it are refused.
+    """A claim holds a whole device when the register is lost and the config adds replicas: other claims are refused.
 
-    The holder got the whole device, also if its pod was deleted by force and hangs.
+    state: what became of the kubelet's claim state; "forgotten": the pod was deleted by force and hangs.
     """
     monkeypatch.setattr(driver, "MARGIN", 44.0)  # else each refused claim waits for 40 s
     async with offering(node, Listed(A, D, "d0"), share="all") as here:
@@ -360,7 +360,7 @@ async def test_without_its_register_a_device_that_a_claim_has_alone_is_shared_wi
 
 
 async def test_a_claim_that_was_allocated_keeps_its_device_though_the_register_is_not_empty(node: FakeNode) -> None:
-    """A claim was allocated a device that the register does not know: the device waits for the claim, not for pods."""
+    """A device that is allocated to a claim, and that is new to the register, is kept for the claim, not for pods."""
     async with offering(node, Listed(A, D, "d1")) as here:
         await here.run("p", {A: 1})
         here.allocate("mine", D, "d0")
@@ -377,7 +377,7 @@ async def test_a_claim_that_was_allocated_keeps_its_device_though_the_register_i
 
 
 class Parent(Listed):
-    """A source with a driver, which brings a child source."""
+    """A source with a driver and a child source."""
 
     driver = D
 
@@ -389,7 +389,7 @@ class Parent(Listed):
 
 
 class Child(DeviceSource):
-    """A child source with the same driver."""
+    """A child source with the same driver as its parent."""
 
     resource = B
     driver = D
@@ -400,7 +400,7 @@ class Child(DeviceSource):
 
 @SHARE
 async def test_a_child_source_with_a_driver_is_offered_on_its_side(node: FakeNode, share: str) -> None:
-    """A child source is served as if the config named it, on the side that the Node asks for."""
+    """The devices of a child source are offered to limits or to claims, as the Node's annotation requests."""
     async with serving(node, Parent()) as here:
         await here.until(lambda: here.healthy(A) and here.healthy(B))
         here.ask(share, D)
@@ -414,7 +414,7 @@ async def test_a_child_source_with_a_driver_is_offered_on_its_side(node: FakeNod
 
 
 async def test_a_childs_devices_stay_on_their_side_when_something_else_is_reloaded(node: FakeNode) -> None:
-    """A reload of another resource leaves a child's devices with the policy of its parent."""
+    """After a reload of another resource, a child source's devices still have the policy of its parent."""
     parent = Parent()
     async with serving(node, parent, share="all") as here:
         await here.until(lambda: len(here.sliced()) == 2)

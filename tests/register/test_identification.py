@@ -1,4 +1,4 @@
-"""USB devices are known by hardware and by place: holders of either exclude each other, and starts check both."""
+"""A USB device is identified by its serial number or by its port: who may hold it, and which containers may start."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ R, BOOT = "example.com/stick", "1"
 
 
 def at(number: int, serial: str, place: str, *, port: bool = False) -> Tokens:
-    """Return the present tokens of a USB device's node, known by its serial number or by its port."""
+    """Return the tokens of a USB device with this number of its node. port: the device is identified by its port."""
     tokens = {f"char:188:{number}", f"hardware:usb:1:2:{serial}#tty", f"place:usb:{place}#tty"}
     return frozenset(tokens | {f"port:/dev/by-path/{place}"} if port else tokens)
 
 
 def held(device: str, tokens: Tokens, **more: object) -> AllocationRecord:
-    """Return an allocation, with a known container, of a device with these tokens."""
+    """Return the allocation, to a known container, of a device with these tokens."""
     record = AllocationRecord(R, device, device, 0.0, 1, frozenset({(f"uid-{device}", "main")}), pending=False)
     return replace(record, pod=f"ml/{device}", identity=identified(tokens, BOOT), amount=WHOLE, **more)  # type: ignore[arg-type]
 
@@ -61,14 +61,14 @@ def start(now: RegisterSnapshot, **present: Tokens) -> tuple[str, RegisterSnapsh
 
 
 def test_a_holder_of_hardware_and_a_holder_of_its_place_exclude_each_other() -> None:
-    """A device known by its serial number and one known by its port exclude each other, whatever the number."""
+    """A holder by serial number and a holder by port exclude each other if the device is the same."""
     by_serial, by_port = held("A", at(1, "A", "1-1")), held("P", at(1, "A", "1-1", port=True))
     assert "same hardware" in asked(state(by_serial), "P", at(7, "A", "1-1", port=True))
     assert "same hardware" in asked(state(by_port), "A", at(7, "A", "1-1"))
 
 
 def test_a_holder_has_only_what_it_was_given() -> None:
-    """A USB device that has left a held port is free, and so is a port that a held device has left."""
+    """A USB device that was moved from a held port is free, and so is the port from which a held device was moved."""
     assert asked(state(held("P", at(1, "A", "1-1", port=True))), "A", at(7, "A", "1-2")) == ""
     assert asked(state(held("A", at(1, "A", "1-1"))), "P", at(7, "B", "1-1", port=True)) == ""
 
@@ -84,13 +84,13 @@ def test_a_holder_has_only_what_it_was_given() -> None:
     ids=["another place", "another stick", "another stick in the port", "nothing in common"],
 )
 def test_two_looks_are_of_one_device(was: Tokens, now: Tokens, same: bool) -> None:
-    """A device with a serial number is the same by that number; a device by port is the same by its port."""
+    """Two looks find the same device if its serial number is the same, or its port if it is identified by the port."""
     assert agree(was, now) is same
 
 
 @pytest.mark.parametrize("port", [False, True])
 def test_a_container_starts_with_the_present_number_of_its_device(port: bool) -> None:
-    """A container restarts after its device's number has changed: it gets the new number, the former one is free."""
+    """A container that restarts after its device's number has changed gets the new number, and the former is free."""
     why, after = start(state(held("A", at(1, "A", "1-1", port=port))), A=at(7, "A", "1-1", port=port))
     assert why == ""
     assert after.allocations[R, "A"].identity.reached == {"char:188:7"}
@@ -100,7 +100,7 @@ def test_a_container_starts_with_the_present_number_of_its_device(port: bool) ->
 
 @pytest.mark.parametrize("holder", ["", "uid-A", "uid-other"])
 def test_a_restart_soon_after_the_grant_leaves_the_former_number(holder: str) -> None:
-    """A restart before a scan has seen the grant frees the former number only if no other pod can hold it."""
+    """If a container restarts before a scan saw its grant, the former number is free if no other pod can have it."""
     holders = frozenset({(holder, "main")} if holder else ())
     now = state(held("A", at(1, "A", "1-1"), pending=True, holders=holders))
     for begun in ((), (Allocation("uid-A", "main", R, "A"),)):
@@ -111,7 +111,7 @@ def test_a_restart_soon_after_the_grant_leaves_the_former_number(holder: str) ->
 
 
 def test_containers_whose_sticks_have_swapped_start_one_after_the_other() -> None:
-    """Two held devices have swapped numbers: one container starts only after the other has started with its own."""
+    """If two held devices have swapped numbers, one container restarts only after the other has restarted."""
     now = state(held("A", at(1, "A", "1-1")), held("B", at(2, "B", "1-2")))
     why, now = start(now, A=at(2, "A", "1-1"))
     assert why == f"A of {R} and B of {R}, which counts as held by pod ml/B, are the same hardware (char 188:2)"
@@ -129,7 +129,7 @@ def test_containers_whose_sticks_have_swapped_start_one_after_the_other() -> Non
 
 
 def test_shared_sticks_that_have_swapped_are_not_shared_with_each_others_holders() -> None:
-    """Two shared devices have swapped numbers: holders of one are refused a node that holders of the other reach."""
+    """If two shared devices have swapped numbers, a start is refused while a holder of the other can open the node."""
     halves = (held("A", at(1, "A", "1-1")), held("B", at(2, "B", "1-2")))
     now = state(*(replace(each, amount=Amount("1/2")) for each in halves))
     why, now = start(now, A=at(2, "A", "1-1"))
@@ -139,7 +139,7 @@ def test_shared_sticks_that_have_swapped_are_not_shared_with_each_others_holders
 
 
 def test_a_container_does_not_start_with_the_stick_of_another_one_in_its_port() -> None:
-    """A held device is in another pod's held port now: neither container starts until it has left the port."""
+    """If a held device is put into a port that another pod holds, neither container starts until it is moved again."""
     now = state(held("A", at(1, "A", "1-1")), held("P", at(2, "T", "1-2", port=True)))
     for _ in range(2):
         why, now = start(now, P=at(3, "A", "1-2", port=True))
@@ -160,7 +160,7 @@ def test_a_container_does_not_start_with_the_stick_of_another_one_in_its_port() 
     ids=["a container that is not known", "two pods", "a former holder"],
 )
 def test_a_further_holder_may_still_have_the_former_number(more: Mapping[str, object]) -> None:
-    """If a former container may still run, the device's former number stays withheld after a restart."""
+    """If another holder of the device may still run, the former number stays withheld after a container's restart."""
     why, after = start(state(held("A", at(1, "A", "1-1"), **more)), A=at(7, "A", "1-1"))
     assert why == ""
     reaches = after.allocations[R, "A"].identity
@@ -169,7 +169,7 @@ def test_a_further_holder_may_still_have_the_former_number(more: Mapping[str, ob
 
 
 def test_an_init_container_has_ended_when_another_container_of_its_pod_starts() -> None:
-    """An init container counts as ended when the pod's main container starts: its number is free."""
+    """When the pod's main container starts, its init container counts as ended: the device's former number is free."""
     both = {"holders": frozenset({("uid-A", "main"), ("uid-A", "init")})}
     why, after = start(state(held("A", at(1, "A", "1-1"), **both)), A=at(7, "A", "1-1"))
     assert why == ""
@@ -177,7 +177,7 @@ def test_an_init_container_has_ended_when_another_container_of_its_pod_starts() 
 
 
 def test_a_container_does_not_start_with_paths_that_name_the_former_node() -> None:
-    """A container whose answer has paths without symlinks is not started after its device's number changed."""
+    """A container that was given the node's path itself, not a symlink, does not start after a change of the number."""
     now, ids = state(held("A", at(1, "A", "1-1")), held("B", at(2, "B", "1-2"))), frozenset("A")
     moved = identification.start(R, StartNodes({"A": at(3, "A", "1-1")}, ids, ids), View(BOOT))(now)
     assert moved.answer == f"A of {R} had the nodes char 188:1 and has char 188:3 now: delete the pod"
@@ -190,12 +190,12 @@ def test_a_container_does_not_start_with_paths_that_name_the_former_node() -> No
 
 
 def test_an_id_without_a_record_starts_nothing_new() -> None:
-    """A start of an id without a record adds no record."""
+    """The start of a container with a device id that has no record adds no record."""
     assert start(state(), A=at(1, "A", "1-1")) == ("", state())
 
 
 async def test_the_stick_in_a_port_is_read_again_before_the_port_is_granted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before a port is granted its device is read again: a device that another pod holds is refused."""
+    """Before a grant of a port the device in it is read again: the grant is refused if another pod holds the device."""
     ports, sticks = ListedResource("example.com/port", driver=""), ListedResource(R, driver="")
     here = ListedResources(MemoryStore(), ports, sticks)
     port, stick = Device("P", nodes=["/dev/by-path/1-1"]), Device("A", nodes=["/dev/by-id/A"])

@@ -1,4 +1,4 @@
-"""Lists and reloads during Allocate and Prepare: no pod gets hardware that the register does not record."""
+"""If lists or the config change during an Allocate or a Prepare, no two pods get the same hardware."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.register.node import BOTH, A, B, D, got, serving
 
 
 def card(name: str, hardware: str) -> Device:
-    """Return a device whose edits name its hardware."""
+    """Return a device that gives its container a variable with the name of its hardware."""
     return Device(name, edits=ContainerEdits({f"DEVICE_{hardware}": "1"}), identity=f"serial:{hardware}")
 
 
@@ -40,7 +40,7 @@ class Slow(Listed):
 
 @BOTH
 async def test_a_list_changes_while_edits_works_for_a_pod(node: FakeNode, both: bool) -> None:
-    """During an Allocate's `edits` the id gets other hardware: no two pods get the same hardware."""
+    """If a device id stands for other hardware after an Allocate's `edits`, no two pods get the same hardware."""
     source = Slow()
     cards(source, d0="h0")
     async with serving(node, source, both=both) as here:
@@ -61,7 +61,7 @@ async def test_a_list_changes_while_edits_works_for_a_pod(node: FakeNode, both: 
 
 @pytest.mark.parametrize("hook", ["released", "edits"])
 async def test_a_list_changes_while_a_claim_is_prepared(node: FakeNode, hook: str) -> None:
-    """During Prepare's hook the name gets other hardware: no two pods get the same hardware."""
+    """If a device name stands for other hardware after a Prepare's hook, no two pods get the same hardware."""
 
     class Wiped(Listed):
         began, end, slow = asyncio.Event(), asyncio.Event(), False
@@ -107,9 +107,9 @@ async def test_a_list_changes_while_a_claim_is_prepared(node: FakeNode, hook: st
 async def test_a_reload_moves_hardware_while_edits_works(
     node: FakeNode, monkeypatch: pytest.MonkeyPatch, both: bool, to: str, outlasts: bool
 ) -> None:
-    """During an Allocate's `edits` a reload offers the hardware under another resource: no two pods get it.
+    """If a reload during an Allocate's `edits` offers the hardware under another name, no two pods get it.
 
-    outlasts: `edits` takes longer than the agent waits for a resource that is removed.
+    outlasts: `edits` takes longer than the agent waits for the calls of a resource that it removes.
     """
     if outlasts:
         short = functools.partial(registration.RegistrationTiming, calls=0.5)

@@ -1,4 +1,4 @@
-"""How scans change the register: which grants end, and which holders are added."""
+"""How the result of a scan changes the register: which grants end, and which holders are added."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HALF = Amount("1/2")
 
 
 class Known:
-    """The records of one resource, and the result of the last scan."""
+    """A register's records of one resource, and what the last scan changed."""
 
     def __init__(self) -> None:
         self.store = MemoryStore()
@@ -43,7 +43,7 @@ class Known:
     def observed(
         self, held: Iterable[ObservedAllocation | str], at: float, *, current: bool = True, sequence: int | None = None
     ) -> Known:
-        """Take a scan's result. sequence: the register's at the scan's begin; the present one by default."""
+        """Record a scan's result. sequence: that of the register when the scan began, by default the present one."""
         ids = {one if isinstance(one, str) else one.device: one for one in held}
         by_id = {name: named(name) if isinstance(one, str) else one for name, one in ids.items()}
         begun = self.store.snapshot.sequence if sequence is None else sequence
@@ -84,7 +84,7 @@ def known_of(known: Known) -> tuple[set[str], set[str]]:
 
 
 def test_a_device_comes_free_once_with_the_first_scan_without_a_holder() -> None:
-    """A granted id is in use at once, and freed by the first scan without its holder."""
+    """A granted id is in use at once; the first scan that no longer finds its holder frees it."""
     known = Known().granted(["a"])
     assert known.ids == {"a"}
     known.observed(["a"], 0.0)
@@ -96,7 +96,7 @@ def test_a_device_comes_free_once_with_the_first_scan_without_a_holder() -> None
 
 
 def test_a_grant_whose_container_is_never_named_ends_after_two_awake_checkpoints_well_apart() -> None:
-    """A grant whose container is never named ends after two current checkpoints that are `WELL_APART` seconds apart."""
+    """A grant ends if two current checkpoints, `WELL_APART` seconds apart, do not name its container."""
     known = Known().granted(["a"])
     for at, current in ((0.0, False), (10.0, True), (10.0 + WELL_APART / 2, True), (10.0 + 2 * WELL_APART, False)):
         known.observed((), at, current=current)
@@ -105,7 +105,7 @@ def test_a_grant_whose_container_is_never_named_ends_after_two_awake_checkpoints
 
 
 def test_a_grant_to_the_next_pod_keeps_the_id_in_use() -> None:
-    """The former holder ends while the next grant's container is not named yet: the id stays in use."""
+    """If the former holder ends before a checkpoint names the container of the next grant, the id stays in use."""
     known = Known().observed(["a"], 0.0).granted(["a"]).observed((), 1.0)
     assert known_of(known) == ({"a"}, set())
     known.observed([named("a", "u2")], 2.0)
@@ -115,7 +115,7 @@ def test_a_grant_to_the_next_pod_keeps_the_id_in_use() -> None:
 
 
 def test_a_container_that_was_named_before_is_not_the_new_holder() -> None:
-    """A container that was named before a new grant does not end the wait for the grant's container."""
+    """A container that a checkpoint named before a grant is not taken for the grant's container: it stays unknown."""
     init = named("a", "u1", "init")
     known = Known().granted(["a"]).observed([init], 0.0).granted(["a"]).observed([init], 1.0)
     assert known.pending == {"a"}
@@ -124,7 +124,7 @@ def test_a_container_that_was_named_before_is_not_the_new_holder() -> None:
 
 
 def test_the_response_of_the_grant_shows_the_new_holder() -> None:
-    """The grant's response in the checkpoint shows its container, also if that was a holder before."""
+    """The grant's response in the checkpoint names its container, even if this container was a holder before."""
     known = Known().granted(["a"]).observed(["a"], 0.0).granted(["a"]).observed(["a"], 1.0)
     assert known.pending == {"a"}
     known.observed([replace(named("a"), begun=True)], 2.0)
@@ -133,7 +133,7 @@ def test_the_response_of_the_grant_shows_the_new_holder() -> None:
 
 
 def test_a_name_that_only_an_old_checkpoint_has_is_not_the_new_holder() -> None:
-    """A container that only an old checkpoint names is not the grant's: its pod may have ended before."""
+    """A container that only an old checkpoint names is not the grant's: its pod may have ended before the grant."""
     known = Known().granted(["a"]).observed([named("a", sure=False)], 0.0)
     assert known.pending == {"a"}
     assert not known.record("a").holders
@@ -142,14 +142,14 @@ def test_a_name_that_only_an_old_checkpoint_has_is_not_the_new_holder() -> None:
 
 
 def test_each_grant_waits_as_long_as_the_first() -> None:
-    """A second grant of an id waits for its container as long as the first one."""
+    """A second grant of an id stays pending without a container for as long as the first one."""
     known = Known().granted(["a"]).observed((), 0.0).granted(["a"]).observed((), WELL_APART)
     assert known.ids == {"a"}
     assert known.observed((), 2 * WELL_APART).freed == {"a"}
 
 
 def test_a_scan_that_began_before_a_grant_says_nothing_of_it() -> None:
-    """A scan that began before a grant does not end the grant."""
+    """A scan that began before a grant neither ends the grant nor names its container."""
     known = Known().observed(["a"], 0.0)
     begun = known.store.snapshot.sequence
     known.granted(["a", "b"])
@@ -158,7 +158,7 @@ def test_a_scan_that_began_before_a_grant_says_nothing_of_it() -> None:
 
 
 def test_what_is_found_is_recorded_as_what_its_answer_says() -> None:
-    """An id that a scan finds is recorded with the identity and amount of its answer."""
+    """An id that a scan finds is recorded with the identity and amount in its AllocateResponse."""
     identity = identified(frozenset({"n1"}), "boot")
     half = ObservedAllocation("a", "p", holders=frozenset({("u1", "main")}), identity=identity, amount=HALF)
     known = Known()
@@ -169,7 +169,7 @@ def test_what_is_found_is_recorded_as_what_its_answer_says() -> None:
 
 
 def test_what_is_not_known_of_a_holding_is_taken_from_its_answer() -> None:
-    """A holder without known amount gets identity and amount from its answer; known values stay."""
+    """If identity and amount of a holder are unknown, they are taken from its AllocateResponse; known values stay."""
     known = Known()
     known.do(operations.add_holders([("u1", "main", R, "a::0"), ("u2", "main", R, "b::1")], 0.0))
     assert [known.record(one).amount for one in ("a::0", "b::1")] == [UNKNOWN, UNKNOWN]
@@ -183,7 +183,7 @@ def test_what_is_not_known_of_a_holding_is_taken_from_its_answer() -> None:
 
 
 def test_a_device_that_is_found_before_its_list_gets_its_name_with_it() -> None:
-    """An id like a replica's that is found before its list gets the name of its device with the list."""
+    """An id such as x::1, found before the device list, gets the right device's name once there is a list."""
     known = Known()
     holders = frozenset({("u1", "main")})
     for device in ("x", "x::1"):
@@ -193,7 +193,7 @@ def test_a_device_that_is_found_before_its_list_gets_its_name_with_it() -> None:
 
 
 def test_further_holders_are_recorded_beside_those_before() -> None:
-    """Further holders are added to a record; the same holders a second time change nothing."""
+    """Further holders are added to an id's record; holders that it already has change nothing."""
     known = Known().granted(["a"], amount=HALF)
     for _ in range(2):
         known.do(operations.add_holders([("u1", "main", R, "a"), ("u2", "", R, "a")], 0.0))
@@ -206,7 +206,7 @@ def test_further_holders_are_recorded_beside_those_before() -> None:
 
 
 def test_a_pod_that_holds_what_is_on_the_other_side_quarantines_it() -> None:
-    """A pod holds a device of the DRA side: it is quarantined if the checkpoint is sure, not by an old one."""
+    """A device of the DRA side that a pod holds by limits is quarantined, unless only an old checkpoint says so."""
     for sure in (False, True):
         known = Known()
         device = Changed("devices", (R, "a"), DeviceRecord(R, "a", State.DRA, 0.0))
@@ -230,7 +230,7 @@ _steps = st.lists(
 
 @given(_steps)
 def test_every_use_ends_in_one_release(steps: list[tuple[str, frozenset[str], str, float]]) -> None:
-    """Whatever scans and grants happen, each used id is freed once in the end, and never while it is held."""
+    """Whatever scans and grants happen, each id that was used is freed in the end, and never while it is held."""
     known, owed, now = Known(), set[str](), 0.0
     for what, ids, pod, passed in (*steps, *[("scan", frozenset[str](), "u1", WELL_APART)] * 3):
         now += passed

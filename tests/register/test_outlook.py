@@ -1,4 +1,4 @@
-"""The outlook of a claim that is refused: whether its devices are expected to come free."""
+"""The outlook for a refused claim: whether the devices that it has allocated are expected to come free."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_what_others_hold_does_not_end() -> None:
 
 
 def test_a_part_of_a_device_is_free_beside_another_one() -> None:
-    """Half of a device is free beside another half; a third half waits."""
+    """While a claim holds one half of a device, the other half is free; once both are held, a claim waits."""
     half = state(State.DRA, claim("1", amount=HALF))
     wanted = claim("2", amount=HALF)
     assert outlook(half, wanted, View("1")) is Outlook.FREE
@@ -105,7 +105,7 @@ def test_a_part_of_a_device_is_free_beside_another_one() -> None:
 
 
 def test_the_worst_of_several_devices_counts() -> None:
-    """Of several devices the worst outlook counts: one that a running pod holds makes it final."""
+    """A claim of several devices has the worst outlook of them: FINAL if a running pod holds one."""
     devices = (*claim("2").devices, ClaimDevice(R, "d1", identity=N2, amount=WHOLE))
     both = replace(claim("2"), devices=devices)
     now = state(State.DRA, claim("1"), DeviceRecord(R, "d1", State.PLUGIN, 1.0))

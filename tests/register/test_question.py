@@ -1,4 +1,4 @@
-"""The decision of the register: may a holder have devices beside all that other holders have?"""
+"""How the register decides whether a pod or claim may get devices, given what other holders have."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def takes(memory: str, part: str = "1") -> Amount:
 
 
 def pod(name: str, *tokens: str, device: str = "", resource: str = R, amount: Amount = WHOLE) -> AllocationRecord:
-    """Return the record of an id that a pod holds."""
+    """Return the record of a device id that a pod holds."""
     identity = named(*tokens)
     return AllocationRecord(resource, name, device or name, 0.0, 1, pod="ml/train", identity=identity, amount=amount)
 
@@ -78,7 +78,7 @@ def held(*records: AllocationRecord | Claim) -> RegisterSnapshot:
 
 
 def use(name: str, *tokens: str, device: str = "", resource: str = R, amount: Amount = WHOLE, view: View = VIEW) -> Use:
-    """Return the use of a pod that asks for an id."""
+    """Return the use that a pod requests of a device id."""
     wanted = Wanted((resource, device or name), named(*tokens), amount)
     return wanted_use(allocation_unit(resource, name), wanted, view)
 
@@ -92,7 +92,7 @@ def asked(state: RegisterSnapshot, *wanted: Use, view: View = VIEW, **more: Any)
 
 @pytest.mark.parametrize("tokens", [("n1",), ()], ids=["token", "name"])
 def test_parts_of_one_device_add_up_to_the_whole(tokens: tuple[str, ...]) -> None:
-    """Parts of a device, as they were granted, add up to the whole at most, by name or by token."""
+    """The granted parts of a device add up to at most the whole device, whether found by its name or by a token."""
     half = held(pod("a::0", *tokens, device="a", amount=HALF))
     assert asked(half, use("a::1", *tokens, device="a", amount=HALF)) == ""
     assert asked(half, use("a", *tokens)) == f"a of {R} is held by pod ml/train"
@@ -103,7 +103,7 @@ def test_parts_of_one_device_add_up_to_the_whole(tokens: tuple[str, ...]) -> Non
 
 
 def test_parts_of_one_thing_add_up_whatever_it_is_called() -> None:
-    """Two names that share a token are the same hardware: their parts add up, and the reason names both."""
+    """Two device names with a common token are the same hardware: their parts add up, and a refusal names both."""
     state = held(pod("a", "n1", amount=HALF), claim("b", "n1", "n2", amount=THIRD))
     assert asked(state, use("c", "n1", resource=S, amount=Amount("1/6"))) == ""
     reason = asked(state, use("c", "n1", "n3", resource=S, amount=HALF))
@@ -114,14 +114,14 @@ def test_parts_of_one_thing_add_up_whatever_it_is_called() -> None:
 
 
 def test_functions_of_one_group_belong_in_one_resource() -> None:
-    """Two functions that share a node are refused to different pods; the reason says to use one resource."""
+    """Two functions of a card that share a node do not go to different pods; the refusal says to use one resource."""
     state = held(pod("gpu", "char:511:12", "pci:0000:01:00.0"))
     reason = asked(state, use("audio", "char:511:12", "pci:0000:01:00.1", resource=S))
     assert reason.endswith("(char 511:12); if one pod needs both, which share a node, put them into one resource")
 
 
 def test_one_holder_does_not_get_one_thing_twice() -> None:
-    """Devices of one request add up as well: the same hardware twice, or more than there is, is refused."""
+    """A request that has the same hardware twice, or more of a device or counter than there is, is refused."""
     nobody = RegisterSnapshot()
     assert asked(nobody, use("a", "n1")) == ""
     twice = f"a of {R} and b of {R}, requested with it, are the same hardware (n1)"
@@ -136,7 +136,7 @@ def test_one_holder_does_not_get_one_thing_twice() -> None:
 
 
 def test_a_name_that_leads_to_another_thing_than_its_holder_got_is_given_to_nobody() -> None:
-    """A name that has other tokens than its holder got is refused, also to the holder; unknown tokens do not count."""
+    """A held device whose tokens have changed is refused, also to its holder; unknown tokens are not compared."""
     state = held(pod("a", "n1", amount=HALF))
     for wanted in (use("a", "n2"), use("a::1", "n2", device="a", amount=HALF)):
         assert asked(state, wanted) == f"a of {R} is held as n1, and is n2 now"
@@ -151,7 +151,7 @@ def test_a_name_that_leads_to_another_thing_than_its_holder_got_is_given_to_nobo
 
 @pytest.mark.parametrize("amount", [UNKNOWN, Amount("x"), Amount("1/0")])
 def test_a_part_that_is_not_known_may_be_all_of_it(amount: Amount) -> None:
-    """An unknown part counts as the whole device, of the holder and of the request."""
+    """If it is not known which part of a device is held or requested, the part counts as the whole device."""
     assert part_of(amount) is None
     for state in (held(pod("a", "n1", amount=amount)), held(claim("a", "n1", amount=amount))):
         tiny = Amount("1/100")
@@ -163,7 +163,7 @@ def test_a_part_that_is_not_known_may_be_all_of_it(amount: Amount) -> None:
 
 @pytest.mark.parametrize("by", ["record", "amount"])
 def test_access_without_holding_excludes_nobody(by: str) -> None:
-    """Administrative access holds nothing and is never refused, also if the device's tokens have changed."""
+    """Administrative access holds no device and is never refused, even if the device's tokens have changed."""
     nothing = Amount("0", (("card", "memory", "10"),))
     one = claim("a", "n1", admin=True) if by == "record" else claim("a", "n1", amount=nothing)
     assert asked(held(one), use("a", "n1", amount=takes("10"))) == ""
@@ -178,7 +178,7 @@ def test_access_without_holding_excludes_nobody(by: str) -> None:
 
 
 def test_what_a_holder_has_already_does_not_count() -> None:
-    """An id or claim that asks again for its own device is not refused by its own record."""
+    """A repeated request for a device id or by a claim is not refused because of its own record."""
     state = held(pod("a", "n1", amount=takes("6")), claim("b", "n2", amount=takes("4")))
     assert asked(state, use("a", "n1", amount=takes("6"))) == ""
     again = Wanted((R, "b"), named("n2"), takes("4"))
@@ -191,7 +191,7 @@ def test_what_a_holder_has_already_does_not_count() -> None:
 
 
 def test_own_tells_who_else_does_not_count_and_counted_whose_counters_do() -> None:
-    """Holders that `own` names do not count for the device, and their counters only if `counted` says so."""
+    """Uses for which `own` is true do not count at all; uses for which `counted` is false count without counters."""
     state = held(pod("x", amount=takes("5")), claim("y", "n1", amount=takes("5")))
     whole = use("y", "n1", amount=takes("6"))
 
@@ -208,7 +208,7 @@ def test_own_tells_who_else_does_not_count_and_counted_whose_counters_do() -> No
 
 
 def test_others_and_what_is_offered_beside_count() -> None:
-    """Holders of other drivers count by tokens, a running hook by its device, and devices offered beside by parts."""
+    """Other drivers' holders count by tokens, a running hook by its device, and uses in `beside` by their parts."""
     hook = Use(("hook", R, "h"), "`reset` is still running on it", (R, "h"), frozenset(), None)
     foreign = Use(("foreign", "x"), "claim ml/nic of x", None, frozenset({"n1"}), None)
     view = View(BOOT, others=(hook, foreign))
@@ -222,7 +222,7 @@ def test_others_and_what_is_offered_beside_count() -> None:
 
 
 def test_a_claim_without_a_name_is_shown_by_its_uid() -> None:
-    """A claim without a name is shown by its UID, a pod without a name as a pod."""
+    """A refusal shows a claim without a known name by its UID, and a pod without a known name as "a pod"."""
     nameless = Claim(D, "uid-1", "", "", (ClaimDevice(R, "a", amount=WHOLE),), None, 0.0)
     assert asked(held(nameless), use("a")) == f"a of {R} is held by claim uid-1"
     assert asked(held(AllocationRecord(R, "a::0", "a", 0.0, 1)), use("a")) == f"a of {R} is held by a pod"
@@ -232,7 +232,7 @@ def test_a_claim_without_a_name_is_shown_by_its_uid() -> None:
 
 
 def test_parts_fit_while_counters_suffice() -> None:
-    """Parts fit while their counters suffice; the reason names the holder and the counter."""
+    """Partitions are granted while their counters suffice; the refusal names the held partition and the counter."""
     half = held(pod("x", amount=takes("5")))
     assert asked(half, use("y", resource=S, amount=takes("5"))) == ""
     reason = asked(half, use("y", resource=S, amount=takes("5100m")))
@@ -244,20 +244,20 @@ def test_parts_fit_while_counters_suffice() -> None:
 
 @pytest.mark.parametrize("limits", [{}, {MEMORY: Fraction(0)}, {(E, "card", "memory"): Fraction(10)}])
 def test_parts_of_what_is_not_known_exclude_each_other(limits: Mapping[Counter, Fraction]) -> None:
-    """A counter without a listed amount fits one holder only."""
+    """If no amount of a counter is listed, only one holder may consume from the counter."""
     view = View(BOOT, {R: D}, limits)
     assert asked(RegisterSnapshot(), use("x", amount=takes("1"), view=view), view=view) == ""
     assert asked(held(pod("y", amount=takes("1"))), use("x", amount=takes("1"), view=view), view=view)
 
 
 def test_an_amount_that_is_none_excludes_all() -> None:
-    """A negative amount is refused beside others."""
+    """A negative amount of a counter, held or requested, excludes all other holders of the counter."""
     assert asked(held(pod("x", amount=takes("-5"))), use("y", amount=takes("1")))
     assert asked(held(pod("x", amount=takes("1"))), use("y", amount=takes("-5")))
 
 
 def test_counter_sets_belong_to_a_driver() -> None:
-    """Counter sets with one name are shared by resources of one driver only."""
+    """Counter sets of the same name are the same set only in resources of one driver."""
     alone = "example.com/alone"
     limits = {(scope, *MEMORY[1:]): Fraction(10) for scope in (D, E, alone)}
     view = View(BOOT, {R: D, S: E, alone: alone}, limits)
@@ -268,7 +268,7 @@ def test_counter_sets_belong_to_a_driver() -> None:
 
 
 def test_a_claim_counts_under_its_former_driver_and_under_the_present_one() -> None:
-    """A claim's counters count under the former driver and under the present driver of its resource."""
+    """After a rename of the driver, a claim's counters count for the former driver and for the new driver."""
     limits = {(scope, *MEMORY[1:]): Fraction(10) for scope in (D, E)}
     full = held(claim("x", driver=D, amount=takes("10")))
     for scopes in ({R: E}, {R: E, S: D}, {R: D}):
@@ -280,7 +280,7 @@ def test_a_claim_counts_under_its_former_driver_and_under_the_present_one() -> N
 
 
 def test_a_pod_counts_where_its_resource_is_served_no_more() -> None:
-    """A pod's counters of a resource that is no longer served count for each driver with such a counter set."""
+    """A pod's counters of a resource that is no longer served count for each driver with a counter set of that name."""
     view = View(BOOT, {S: D}, VIEW.limits)
     full = held(pod("x", amount=takes("10")))
     assert asked(full, use("y", resource=S, amount=takes("1"), view=view), view=view)
@@ -288,7 +288,7 @@ def test_a_pod_counts_where_its_resource_is_served_no_more() -> None:
 
 
 def test_what_is_held_is_found_by_name_token_and_counter() -> None:
-    """Uses are found by name, token and counter; administrative access is not found."""
+    """Present uses are found by device name, token or counter, except those with administrative access."""
     records = pod("a", "n1", amount=takes("1")), claim("b", "n2"), claim("c", "n3", uid="admin", admin=True)
     state = held(*records)
     for point, keys in (
@@ -303,11 +303,11 @@ def test_what_is_held_is_found_by_name_token_and_counter() -> None:
         assert [one.key for one in uses(state, [point], VIEW)] == keys, point
 
 
-# Any requests in any order.
+# Random requests.
 
 
 class Listed(NamedTuple):
-    """A listed device."""
+    """A listed device: its number of parts, and the memory that each part consumes."""
 
     name: str
     tokens: frozenset[str]
@@ -325,7 +325,7 @@ ASKED = st.lists(st.tuples(st.sampled_from("abcd"), st.integers(0, 2), st.boolea
 
 
 def total(of: Sequence[Use]) -> dict[object, list[Fraction]]:
-    """Return the parts and amounts of each token, name and counter."""
+    """Return which parts of each token and device name, and which amounts of each counter, are used."""
     found: dict[object, list[Fraction]] = {}
     for one in of:
         for point in one.points:
@@ -345,7 +345,7 @@ def exceeded(of: Sequence[Use]) -> set[object]:
 def test_whatever_is_granted_in_turn_never_exceeds_the_whole(
     devices: list[Listed], wanted: list[tuple[str, int, bool]]
 ) -> None:
-    """Granted in turn, no token, name or counter is exceeded, and each refused request would have exceeded one."""
+    """Grants in any order exceed no token, name or counter, and each refused request would have exceeded one."""
     listed = {one.name: one for one in devices}
     state, granted = RegisterSnapshot(), dict[tuple[str, ...], Use]()
     for name, number, by_claim in wanted:
@@ -375,7 +375,7 @@ def test_whatever_is_granted_in_turn_never_exceeds_the_whole(
 def test_a_thing_is_refused_to_all_or_to_none_of_its_names(
     holders: list[tuple[str, frozenset[str], str]], tokens: frozenset[str]
 ) -> None:
-    """Two unheld names of the same hardware get the same answer: refused if a holder has one of its tokens."""
+    """A request for hardware under any unheld name is refused exactly if a holder has one of its tokens."""
     records = [
         pod(f"{name}::{number}", *sorted(has), device=name, amount=Amount(part))
         for number, (name, has, part) in enumerate(holders)

@@ -1,4 +1,4 @@
-"""Random grants of listed devices, of their parts, and of adopted ids whose responses name nodes of the devices."""
+"""Random grants of devices, of parts of them, and of an adopted plugin's ids, whose responses have devices' nodes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def allocate_part(name: str, whole: str) -> Step:
 
 
 def forward(name: str, nodes: Tokens) -> Step:
-    """Return a step in which the plugin responds to an Allocate of its id with these nodes.
+    """Return a step in which the adopted plugin responds to an Allocate of its id `name` with these nodes.
 
     If the pod must not get the nodes, the kubelet rejects the pod, and the id has no holder afterwards.
     """
@@ -76,7 +76,7 @@ _steps = st.one_of(
 
 @given(st.lists(_steps, max_size=12))
 def test_a_listed_device_is_held_whole_or_in_parts_or_through_an_adopted_id(steps: list[Step]) -> None:
-    """After any sequence of grants, responses and ends, a holder of a device excludes parts and adopted ids with it."""
+    """After any steps, no device is held as a whole, in parts, or through an adopted id's nodes at the same time."""
     state = RegisterSnapshot()
     for step in steps:
         state = step(state)
@@ -88,7 +88,7 @@ def test_a_listed_device_is_held_whole_or_in_parts_or_through_an_adopted_id(step
 
 
 def test_parts_of_one_device_have_holders_at_the_same_time() -> None:
-    """Two parts of a device are granted beside each other, and beside another whole device."""
+    """Two parts of a device can have holders at the same time; then the whole device is refused."""
     state = RegisterSnapshot()
     for step in (allocate_part("a", "d0"), allocate_part("b", "d0"), allocate("d1"), allocate("d0")):
         state = step(state)
@@ -96,7 +96,7 @@ def test_parts_of_one_device_have_holders_at_the_same_time() -> None:
 
 
 def test_control_nodes_are_of_all() -> None:
-    """A listed device, and ids whose responses name its control node, have holders at the same time."""
+    """A device and several adopted ids can have holders at the same time although the responses name a control node."""
     state = RegisterSnapshot()
     for step in (allocate("d0"), forward("d0", frozenset({CONTROL})), forward("d1", frozenset({CONTROL}))):
         state = step(state)

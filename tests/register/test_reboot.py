@@ -1,4 +1,4 @@
-"""A reboot after which device nodes have other numbers, or come late."""
+"""Reboots after which device nodes have other numbers, or appear late."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PLACES = (
 
 @contextlib.contextmanager
 def another_boot() -> Iterator[None]:
-    """Run the agent as in another boot of the node."""
+    """In this block an agent runs as if in another boot of the node."""
     with pytest.MonkeyPatch.context() as patch:
         for place in PLACES:
             patch.setattr(f"{place}.boot_id", lambda: "an-earlier-boot")
@@ -47,7 +47,7 @@ def hardware(pod: FakePod) -> set[int]:
 @BOTH
 @pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
 async def test_numbers_are_swapped_by_a_reboot(node: FakeNode, tmp_path: Path, late: bool, both: bool) -> None:
-    """A reboot swaps the device nodes of two devices; no two pods share a device.
+    """If a reboot swaps the nodes of two devices, no two pods get the same device.
 
     The kubelet starts the pod with the AllocateResponse from before the reboot.
     """
@@ -69,7 +69,7 @@ async def test_numbers_are_swapped_by_a_reboot(node: FakeNode, tmp_path: Path, l
     if late:
         for path in tty:
             path.unlink()
-    # after the reboot serial-0 is the second node
+    # after the reboot serial-0 has the second node
     swapped = source(1)
     if late:
         swapped.lists = asyncio.Queue()

@@ -1,4 +1,4 @@
-"""What the register of a process grants, offers and releases, and which devices exclude each other."""
+"""Which devices a process's register grants and offers, and which devices exclude each other."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def key(name: str) -> DeviceKey:
 
 
 def hardware(**devices: Device | str) -> HardwareIndex:
-    """Return devices by id; a string is the tokens of one without counters."""
+    """Return an index of devices by id. devices: by id a device, or the tokens of a device without counters."""
     return HardwareIndex(
         {
             key(name): hardware_of(Device(name), frozenset(one.split()), "d")
@@ -63,12 +63,12 @@ def part(name: str, memory: int | str, *, brings: int | str | None = 10) -> Devi
 
 
 def seen(tokens: str) -> Identity:
-    """Return tokens as a record of this boot has them."""
+    """Return the identity that a record of this boot has for a device with these tokens."""
     return identified(frozenset(tokens.split()), boot_id())
 
 
 class RegisterInMemory(ListedResources):
-    """A register of one or more resources, whose holders a test sets."""
+    """A register of one or more resources, which is in memory only; a test sets the holders."""
 
     def __init__(self, *devices: Device, driver: str = D, replicas: int = 1, **tokens: str) -> None:
         self.store = MemoryStore()
@@ -99,7 +99,7 @@ class RegisterInMemory(ListedResources):
         amount: Amount = WHOLE,
         pod: str = "u1",
     ) -> None:
-        """Set the checkpoint to one that names a pod with these ids only, as if the kubelet had been asked for it."""
+        """Record the result of a scan in which a current checkpoint names a pod with these ids only."""
         self.now += 1.0
         by_id = {
             name: ObservedAllocation(
@@ -116,7 +116,7 @@ class RegisterInMemory(ListedResources):
         self.register.notify()
 
     async def end(self, *names: str, resource: str = R) -> None:
-        """Have the pods of some ids end."""
+        """Record that the pods with these ids have ended."""
         held = {device_id for of, device_id in self.store.snapshot.allocations if of == resource}
         await self.named(resource, *held)
         await self.named(resource, *(held - set(names)))
@@ -141,7 +141,7 @@ class RegisterInMemory(ListedResources):
 
 
 async def test_counters_that_were_taken_before_a_driver_was_renamed_are_still_taken() -> None:
-    """A partition is held while its resource's driver is renamed: its counters stay taken, so the whole is refused."""
+    """A held partition's counters stay taken after a rename of the driver: the whole device is refused."""
     here = RegisterInMemory(part("half", 5), part("whole", 10))
     await here.grant("half")
     here.services.clear()
@@ -150,7 +150,7 @@ async def test_counters_that_were_taken_before_a_driver_was_renamed_are_still_ta
 
 
 async def test_a_stick_that_comes_back_is_its_holders_and_its_numbers_are_nobodys() -> None:
-    """A held USB device comes back with another number: both numbers are withheld until its holder ends."""
+    """If a held USB device comes back with another number, other devices with either number are withheld meanwhile."""
     first, second = "hardware:usb:1:2:A#tty", "hardware:usb:1:2:B#tty"
     here = RegisterInMemory(a=f"{first} char:188:1")
     await here.grant("a")
@@ -165,7 +165,7 @@ async def test_a_stick_that_comes_back_is_its_holders_and_its_numbers_are_nobody
 
 
 async def test_the_next_holder_of_a_stick_does_not_have_its_former_holders_numbers() -> None:
-    """A USB device is granted again: its former numbers are withheld until a checkpoint names the next container."""
+    """If a USB device is granted again, its former numbers are withheld until a checkpoint names the next container."""
     first, second, third = (f"hardware:usb:1:2:{serial}#tty" for serial in "ABC")
     here = RegisterInMemory(a=f"{first} char:188:1")
     await here.grant("a")
@@ -183,7 +183,7 @@ async def test_the_next_holder_of_a_stick_does_not_have_its_former_holders_numbe
 
 
 async def test_numbers_of_a_grant_whose_container_is_not_known_are_the_next_holders_too() -> None:
-    """No checkpoint named a grant's container: its device number is withheld until the next holder has ended."""
+    """If no checkpoint named a grant's container, the grant's device number is withheld until the next holder ends."""
     first, second = "hardware:usb:1:2:A#tty", "hardware:usb:1:2:B#tty"
     here = RegisterInMemory(a=f"{first} char:188:1")
     await here.grant("a")
@@ -196,7 +196,7 @@ async def test_numbers_of_a_grant_whose_container_is_not_known_are_the_next_hold
 
 
 async def test_the_next_holder_of_a_replica_has_the_part_that_it_was_granted() -> None:
-    """A replica of 1/2 is granted again as 1/3: the difference is free once a checkpoint names the next container."""
+    """A replica of 1/2 counts as 1/3 after a new grant of 1/3, once a checkpoint names the container of this grant."""
     here = RegisterInMemory(Device("a"), replicas=2)
     await here.grant("a::0")
     await here.named(R, "a::0", pod="former", amount=UNKNOWN)
@@ -208,7 +208,7 @@ async def test_the_next_holder_of_a_replica_has_the_part_that_it_was_granted() -
 
 
 async def test_sticks_that_swap_their_numbers_are_not_held_twice() -> None:
-    """Two held USB devices swap numbers: none counts as held twice; both stay withheld until both holders end."""
+    """If two held USB devices swap numbers, none counts as held twice; each is withheld until the other is free."""
     first, second = "hardware:usb:1:2:A#tty", "hardware:usb:1:2:B#tty"
     here = RegisterInMemory(a=f"{first} char:188:1", b=f"{second} char:188:2")
     await here.grant("a")
@@ -224,7 +224,7 @@ async def test_sticks_that_swap_their_numbers_are_not_held_twice() -> None:
 
 
 async def test_another_stick_with_the_number_of_the_first_is_not_the_same_device() -> None:
-    """A held path /dev/ttyUSB0 leads to another USB device now: it is withheld until the holder has ended."""
+    """If the path of a held device leads to another USB device, the device is withheld until the holder has ended."""
     here = RegisterInMemory(ttyUSB0="hardware:usb:1:2:A#tty char:188:0")
     await here.grant("ttyUSB0")
     here.list(ttyUSB0="hardware:usb:1:2:B#tty char:188:0")
@@ -235,7 +235,7 @@ async def test_another_stick_with_the_number_of_the_first_is_not_the_same_device
 
 
 def test_groups_reach_through_others() -> None:
-    """Devices that consume from one counter set are one group, also through a third device."""
+    """Devices are of one group if they consume from a common counter set, or each has one in common with a third."""
     now = hardware(
         a=Device("a", consumes={"x": {"m": 1}}),
         b=Device("b", consumes={"y": {"m": 1}}),
@@ -251,7 +251,7 @@ def test_groups_reach_through_others() -> None:
 
 
 class SlowStore(MemoryStore):
-    """Waits before each operation until a test sets `go_on`; fails with `error` if it is set."""
+    """A store that waits before each operation until a test sets `go_on`, and then raises `error` if it is set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -267,7 +267,7 @@ class SlowStore(MemoryStore):
 
 
 async def test_two_grants_at_once_do_not_both_pass() -> None:
-    """Two grants of one device at once: the second is refused; a grant that could not be recorded does not count."""
+    """Of two simultaneous grants of one device the second is refused; an earlier grant that failed does not count."""
     here = RegisterInMemory(a="n1", b="n1", c="n2")
     store = here.register.store = SlowStore()
     store.error = LedgerError("the disk is full")
@@ -285,7 +285,7 @@ async def test_two_grants_at_once_do_not_both_pass() -> None:
 
 
 async def test_nothing_is_released_while_it_is_granted() -> None:
-    """While a grant is recorded, and after it, no id of the same hardware is free, so that no hook releases it."""
+    """While a grant is recorded, and afterwards, no id of the same hardware is free, so `released` is not called."""
     here = RegisterInMemory(a="n1", b="n1", c="n2")
     store = here.register.store = SlowStore()
     grant = asyncio.create_task(here.grant("a"))
@@ -298,7 +298,7 @@ async def test_nothing_is_released_while_it_is_granted() -> None:
 
 
 async def test_what_was_granted_is_remembered_as_what_it_was() -> None:
-    """Two ids swap their hardware while one is held: both are withheld until the holder has ended."""
+    """If two device ids swap their hardware while a pod holds one, both are withheld until the pod has ended."""
     here = RegisterInMemory(a="n1", b="n2", c="n3")
     await here.grant("a")
     here.list(a="n2", b="n1", c="n3")
@@ -314,7 +314,7 @@ async def test_what_was_granted_is_remembered_as_what_it_was() -> None:
 
 
 async def test_what_is_not_listed_any_more_is_not_granted() -> None:
-    """A device that is other hardware than its list says is refused once; the next grant records the new identity."""
+    """A device that is no longer the hardware of its list is refused once; the next grant records the new identity."""
     here = RegisterInMemory()
     device = Device("a", identity="n2")
     here.services[R].inventory.publish([device], {"a": frozenset({"n1"})})
@@ -324,7 +324,7 @@ async def test_what_is_not_listed_any_more_is_not_granted() -> None:
 
 
 async def test_a_holding_of_unknown_identity_is_what_its_device_is_listed_as() -> None:
-    """After a reboot a held device of unknown identity gets the identity that it is listed with, at the next grant.
+    """After a reboot a held device of unknown identity gets the identity that it is listed with, at the next request.
 
     A known identity does not change with later lists.
     """
@@ -339,7 +339,7 @@ async def test_a_holding_of_unknown_identity_is_what_its_device_is_listed_as() -
 
 
 async def test_all_nodes_of_an_answer_are_those_of_its_devices_until_these_are_listed() -> None:
-    """An answer for several devices has all their nodes: each holds all, until a list tells which node is its own."""
+    """A response for several devices has all their nodes: each device holds all, until a list has its own node."""
     here = RegisterInMemory(d="n1", e="n2", f="n9")
     unsure = identified(frozenset({"n1", "n2", "n3"}), boot_id(), sure=False)
     await here.named(R, "a", "b", "c", identity=unsure)
@@ -360,7 +360,7 @@ async def test_all_nodes_of_an_answer_are_those_of_its_devices_until_these_are_l
 
 
 def other(tokens: str, *, unit: tuple[str, ...] = ("id", FORMER, "x", "u1", "main"), **known: Any) -> Use:
-    """Return the use of a pod of another plugin, or of a claim of a driver that is not served."""
+    """Return the use of a device by a pod of another plugin, or by a claim of a driver that is not served."""
     title = known.pop("title", "pod default/p")
     return Use(unit, title, known.pop("key", None), frozenset(tokens.split()), known.pop("part", None), **known)
 
@@ -369,7 +369,7 @@ def other(tokens: str, *, unit: tuple[str, ...] = ("id", FORMER, "x", "u1", "mai
     ("resource", "name"), [(R, "gone"), (FORMER, "a"), (FORMER, "x::1")], ids=["gone", "former", "former replica"]
 )
 async def test_what_a_pod_holds_by_another_name_is_withheld(resource: str, name: str) -> None:
-    """A pod holds hardware by an id of a gone device or former resource: its present id is withheld and refused."""
+    """If a pod holds hardware by the id of a gone device or former resource, the hardware's present id is withheld."""
     here = RegisterInMemory(a="n1", b="n2")
     await here.named(resource, name, identity=seen("n1"))
     await here.refused("a", why="the same hardware")
@@ -382,7 +382,7 @@ async def test_what_a_pod_holds_by_another_name_is_withheld(resource: str, name:
 
 
 async def test_what_is_granted_is_read_anew() -> None:
-    """A grant reads the files about other holders again: a use that appeared since the last look refuses it."""
+    """A grant reads the files about other holders again, and is refused for a use that was not there before."""
     here = RegisterInMemory(a="n1")
 
     async def reread(*, checkpoint: bool = True) -> None:
@@ -393,7 +393,7 @@ async def test_what_is_granted_is_read_anew() -> None:
 
 
 async def test_what_others_got_while_a_grant_waited_for_a_hook_is_refused() -> None:
-    """Other holders got the devices while a grant and a Prepare waited for a hook: both are refused after the wait."""
+    """If other holders get the devices while a grant and a Prepare wait for a hook, both are refused after the wait."""
     here = RegisterInMemory(a="n1", b="n2")
     here.side(State.DRA, "b")
     begun, over, files = asyncio.Event(), asyncio.Event(), tuple[Use, ...]()
@@ -431,7 +431,7 @@ async def test_what_others_got_while_a_grant_waited_for_a_hook_is_refused() -> N
 
 
 async def test_what_others_hold_is_withheld() -> None:
-    """A claim of another driver holds a device: it is withheld on both sides until the claim ends."""
+    """A device that another driver's claim holds is withheld from limits and claims until that claim ends."""
     here = RegisterInMemory(a="n1", b="n2")
     calls: list[None] = []
     here.register.subscribe(lambda: calls.append(None))
@@ -455,7 +455,7 @@ async def test_what_others_hold_is_withheld() -> None:
 
 
 async def test_an_id_is_offered_beside_its_own_holder() -> None:
-    """An id that a pod holds stays offered; with more replicas the ids beyond the whole device are withheld."""
+    """A held id stays offered; after an increase of replicas, ids that exceed the whole device are withheld."""
     here = RegisterInMemory(a="n1", b="n2", replicas=2)
     await here.grant("a::0")
     await here.grant("b::0", "b::1")
@@ -465,7 +465,7 @@ async def test_an_id_is_offered_beside_its_own_holder() -> None:
 
 
 async def test_ids_of_one_thing_are_offered_once() -> None:
-    """Of several ids of the same hardware one is offered: the first in natural order, or the id that is held."""
+    """Of several ids of the same hardware one is offered: the held one, else the first in natural order."""
     here = RegisterInMemory(a10="n1", a9="n1", b="n2")
     assert here.register.withheld(R, "plugin").ids == {"a10": f"it is offered as a9 of {R}"}
     await here.grant("a10")
@@ -473,7 +473,7 @@ async def test_ids_of_one_thing_are_offered_once() -> None:
 
 
 def test_members_on_two_sides_are_offered_on_neither() -> None:
-    """Two ids of the same hardware on different sides: neither side offers them."""
+    """If two ids of the same hardware are on different sides, neither the plugin nor DRA offers one of them."""
     here = RegisterInMemory(a="n1", b="n1", c="n2")
     here.side(State.DRA, "b")
     assert here.withheld() == {"a", "b"}
@@ -481,7 +481,7 @@ def test_members_on_two_sides_are_offered_on_neither() -> None:
 
 
 async def test_slices_offer_parts_beside_parts_that_claims_hold() -> None:
-    """Slices keep parts beside a part that a claim holds; beside a part that a pod holds, the whole is withheld."""
+    """Slices still have all partitions if a claim holds one; if a pod holds one, the whole device is withheld."""
     halves = [Device(name, consumes={"g": {"m": 5}}, counters={"g": {"m": 10}}) for name in "xy"]
 
     def listed() -> RegisterInMemory:
@@ -500,7 +500,7 @@ async def test_slices_offer_parts_beside_parts_that_claims_hold() -> None:
 
 
 async def test_slices_offer_what_claims_of_the_same_driver_hold() -> None:
-    """Slices keep a device that a claim of this driver holds, and not one that a former driver's claim holds."""
+    """Slices still have a device that a claim of their driver holds, but not one that a former driver's claim holds."""
     here = RegisterInMemory(a="n1", b="n2", c="n3")
     here.side(State.DRA, *"abc")
     await here.claim("a")
@@ -510,7 +510,7 @@ async def test_slices_offer_what_claims_of_the_same_driver_hold() -> None:
 
 
 async def test_subscribers_hear_of_holders_that_matter() -> None:
-    """A new holder of a device with peers calls the subscribers once; one of a device without peers does not."""
+    """Subscribers are called for a new holder only if another device id is the same hardware."""
     here = RegisterInMemory(a="n1", b="n1", c="n2")
     here.register.notify()
     calls: list[None] = []
@@ -524,7 +524,7 @@ async def test_subscribers_hear_of_holders_that_matter() -> None:
 
 
 async def test_the_end_of_a_former_drivers_claim_concerns_the_driver_that_the_config_names() -> None:
-    """The end of a former driver's claim calls the subscribers, also for a device without identity or peers."""
+    """Subscribers are called when a former driver's claim ends, also for a device without an identity."""
     here = RegisterInMemory()
     here.add(R, Device("a"), driver=D)
     here.side(State.DRA, "a")
@@ -541,7 +541,7 @@ async def test_the_end_of_a_former_drivers_claim_concerns_the_driver_that_the_co
 
 
 async def test_nothing_that_a_hook_works_on_after_its_timeout_is_granted() -> None:
-    """A `reset` still runs after its timeout: no id of its hardware is granted or offered until the hook has ended."""
+    """While a `reset` still runs after its timeout, no id of its device's hardware is granted or offered."""
     here = RegisterInMemory(a="n1", b="n1", c="n2")
     over = threading.Event()
 
@@ -575,7 +575,7 @@ async def test_nothing_that_a_hook_works_on_after_its_timeout_is_granted() -> No
 
 
 async def test_parts_of_what_a_hook_works_on_are_neither_granted_nor_offered() -> None:
-    """A hook works on one half of a device after its timeout: both halves are neither granted nor offered."""
+    """While a hook still runs for one half of a device after its timeout, neither half is granted or offered."""
     halves = [Device(name, consumes={"g": {"m": 5}}, counters={"g": {"m": 10}}) for name in "xy"]
     here = RegisterInMemory(*halves)
     over = threading.Event()
@@ -597,13 +597,13 @@ async def test_parts_of_what_a_hook_works_on_are_neither_granted_nor_offered() -
 
 
 async def turns() -> None:
-    """Let all tasks that can proceed do so."""
+    """Let all other tasks run until they wait."""
     for _ in range(20):
         await asyncio.sleep(0)
 
 
 async def test_a_grant_waits_for_every_hook_that_begins_meanwhile() -> None:
-    """While a grant waits for one hook another hook of the same hardware begins: the grant waits for both."""
+    """If a second hook for the same hardware begins while a grant waits for the first, the grant waits for both."""
     here = RegisterInMemory(a="n1", b="n1")
     over = {name: asyncio.Event() for name in "ab"}
 
@@ -627,7 +627,7 @@ async def test_a_grant_waits_for_every_hook_that_begins_meanwhile() -> None:
 
 
 async def test_a_device_of_the_other_side_is_not_missed(caplog: pytest.LogCaptureFixture) -> None:
-    """A device that a claim holds is withheld from pods without a log line about a missing device."""
+    """A device of the DRA side is withheld from limits without a log line that it is not offered."""
     caplog.set_level("INFO")
     here = RegisterInMemory(Device("x"))
     here.side(State.DRA, "x")

@@ -1,4 +1,4 @@
-"""The register with a ledger as its store: its answers, and the records on disk."""
+"""The register with a ledger as its store: what scans change, and what is known again after a restart."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ S = "example.com/other"
 
 
 class RegisterOnDisk(ListedResources):
-    """A register whose store is a ledger, and a scanner of its resources."""
+    """A register whose store is a ledger, with a scanner that records holders of its resources."""
 
     def __init__(self, ledger: AsyncLedger, *served: ListedResource) -> None:
         super().__init__(ledger, *served)
@@ -49,7 +49,7 @@ class RegisterOnDisk(ListedResources):
         return {name: one for (_, name), one in self.register.snapshot.allocations.items()}
 
     async def state(self, device: str, to: State) -> None:
-        """Set the state of an idle device."""
+        """Move an idle device to this state."""
         direct = cast("DirectLedger", self.ledger.ledger)  # its snapshot alone is read
         await self.ledger.do(operations.begin_move(R, [device], Side.DRA, T0, driver=D))
         if to is not State.TO_DRA:
@@ -80,7 +80,7 @@ def path(tmp_path: Any) -> str:
 
 
 def scanned(*named: Allocation, at: float = 1.0) -> HolderSnapshot:
-    """Return a scan's result: the containers that a current checkpoint names."""
+    """Return the result of a scan in which a current checkpoint names these containers."""
     return holders((), HolderEvidence([CheckpointVersion(frozenset(named), {})], True, PodProcesses(frozenset())), at)
 
 
@@ -88,7 +88,7 @@ def scanned(*named: Allocation, at: float = 1.0) -> HolderSnapshot:
 
 
 async def test_what_is_adopted_is_on_disk(path: str) -> None:
-    """A holding of unknown identity gets its device's identity at the first list; a restart does not change that."""
+    """A held device of unknown identity gets that of the first list that has it, and keeps it after a restart."""
     with DirectLedger(path) as before:
         before.do(operations.add_holders([("u1", "main", R, "a")], T0))
     async with on_disk(path, listed(R, a="", b="n2")) as here:
@@ -103,7 +103,7 @@ async def test_what_is_adopted_is_on_disk(path: str) -> None:
 
 
 async def test_holders_are_known_again_after_a_restart(path: str) -> None:
-    """Holders and pending grants are known again after a restart."""
+    """After a restart the register knows its holders and its pending grants again."""
     async with on_disk(path, listed(R, 2, a="n1", b="n2")) as here:
         await here.register.grant(R, {"a::1": "a", "b::0": "b"})
     held = [Allocation("u1", "init", R, "a::1"), Allocation("u1", "main", R, "a::1")]
@@ -120,11 +120,11 @@ async def test_holders_are_known_again_after_a_restart(path: str) -> None:
 
 
 async def test_a_resource_may_be_dropped_during_a_scan(path: str) -> None:
-    """Resources are dropped while a scan's result is recorded: their allocations are recorded, and end later."""
+    """If resources are dropped while a scan's result is recorded, their allocations are recorded, and end later."""
     async with on_disk(path, listed(R, d="n1"), listed(S, e="n2")) as here:
         now = scanned(Allocation("u1", "main", R, "d"), Allocation("u1", "main", S, "e"))
         scan = asyncio.create_task(here.scanner.observe(now, here.register.snapshot.sequence))
-        await asyncio.sleep(0)  # the ledger records the first one
+        await asyncio.sleep(0)  # the ledger is recording the first resource
         del here.services[R], here.services[S]
         await scan
         assert here.allocations.keys() == {"d", "e"}

@@ -1,4 +1,4 @@
-"""Which devices a register grants and offers while `released` has not succeeded for them."""
+"""When the hook `released` is called, and that devices for which it fails are neither granted nor offered."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ S = "example.com/same"
 
 
 class Wiped(DeviceSource):
-    """Records the calls of `released`, which fails for the devices in `broken`."""
+    """A source that records the calls of `released`; this hook fails for the devices in `broken`."""
 
     resource = R
     driver = "fpga.example.com"
@@ -43,13 +43,13 @@ def wiping(here: RegisterInMemory, replicas: int = 1) -> Wiped:
 
 
 async def look(here: RegisterInMemory) -> None:
-    """Release devices as a scan does, and let the hooks end."""
+    """Call `released` for the devices that need it, as a scan does, and let the hooks end."""
     here.register.releases.look(R, all_known=True)
     await turns()
 
 
 async def test_every_device_is_released_once_before_its_first_grant() -> None:
-    """`released` is called once for each device before its first grant, by a scan or by the grant."""
+    """`released` is called once for each device before the first grant of the device, by a scan or by the grant."""
     here = RegisterInMemory(a="n1", b="n2", c="n3")
     source = wiping(here)
     await here.grant("b")
@@ -62,7 +62,7 @@ async def test_every_device_is_released_once_before_its_first_grant() -> None:
 
 
 async def test_devices_of_unknown_pods_are_not_released_by_a_scan() -> None:
-    """While pods are not all known a scan releases no device; a grant does."""
+    """While not all pods are known, a scan does not call `released`, but a grant does."""
     here = RegisterInMemory(a="n1")
     source = wiping(here)
     here.register.releases.look(R, all_known=False)
@@ -73,7 +73,7 @@ async def test_devices_of_unknown_pods_are_not_released_by_a_scan() -> None:
 
 
 async def test_a_device_is_released_after_each_holder() -> None:
-    """A device whose `released` fails after its holder's end is withheld and refused, without another call at once."""
+    """If `released` fails after the holder's end, the device is withheld; `released` is not called again at once."""
     here = RegisterInMemory(a="n1")
     source = wiping(here)
     await here.grant("a")
@@ -86,7 +86,7 @@ async def test_a_device_is_released_after_each_holder() -> None:
 
 
 async def test_a_failed_release_is_tried_alone_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`released` fails for two devices: each is tried alone later, and only the broken one stays withheld."""
+    """If `released` fails for two devices, it is called for each alone later, and only the broken one is withheld."""
     monkeypatch.setattr(releases, "FIRST", 0.0)
     here = RegisterInMemory(a="n1", b="n2")
     source = wiping(here)
@@ -103,7 +103,7 @@ async def test_a_failed_release_is_tried_alone_after_a_while(monkeypatch: pytest
 
 
 async def test_a_holder_during_the_hook_makes_another_call_due() -> None:
-    """A holder appears while `released` runs: the device is released again after that holder has ended."""
+    """If a holder appears while `released` runs, `released` is called again after this holder has ended."""
     here = RegisterInMemory(a="n1")
     source = wiping(here)
     go = asyncio.Event()
@@ -124,7 +124,7 @@ async def test_a_holder_during_the_hook_makes_another_call_due() -> None:
 
 
 async def test_the_same_hardware_under_another_name_waits_too() -> None:
-    """The same hardware under another resource is refused until the first resource's `released` succeeds."""
+    """If `released` fails for a device, the same hardware is refused under another resource, too."""
     here = RegisterInMemory(a="n1")
     here.add(S, b="n1")
     source = wiping(here)
@@ -135,7 +135,7 @@ async def test_the_same_hardware_under_another_name_waits_too() -> None:
 
 
 async def test_a_shared_device_is_released_when_its_last_holder_has_ended() -> None:
-    """A shared device is released after its last holder has ended."""
+    """`released` is called for a shared device only after its last holder has ended."""
     here = RegisterInMemory(replicas=2, a="n1")
     source = wiping(here, 2)
     first, second = here.services[R].ids_now(Device("a"))
@@ -151,7 +151,7 @@ async def test_a_shared_device_is_released_when_its_last_holder_has_ended() -> N
 
 
 async def test_the_whole_is_not_released_while_a_part_is_held() -> None:
-    """A whole device is not released while a part is held; another part is released meanwhile."""
+    """While a pod holds one part of a device, `released` is called for the other part, but not for the whole."""
     here = RegisterInMemory(part("half", 5), part("other", 5), part("whole", 10))
     source = wiping(here)
     await here.grant("half")
@@ -167,7 +167,7 @@ async def test_the_whole_is_not_released_while_a_part_is_held() -> None:
 
 
 async def test_an_id_that_comes_to_stand_for_other_hardware_is_not_released() -> None:
-    """An id that gets other hardware is released again before it counts as free."""
+    """If a device id comes to stand for other hardware, `released` is called again before the id counts as free."""
     here = RegisterInMemory(a="n1", b="n2")
     source = wiping(here)
     await look(here)
