@@ -1,10 +1,10 @@
-"""An exploration of all states of two devices, tens of millions, without a visit of each.
+"""An exploration of all states of two devices, tens of millions, without a visit of each state.
 
-A state has a part that belongs to no device (`Shared`) and two halves, each a device with its pods and claims. There
-are two kinds of steps. Most steps belong to one device: they change its half, for any other half, and are possible if
-the node has room for one more pod or claim. The other steps are common (`FACTS`): they lead each half to a result that
-depends on the half's own state and on some facts of the other half. A common step that is not possible changes nothing.
-So from states that differ in the second half only, a step leads to states that differ in the second half only.
+A state has a part that belongs to no device (`Shared`) and two halves; a half is a device with its pods and claims.
+There are two kinds of steps. Most steps belong to one device: they change its half, whatever the other half is, and are
+possible if the node has room for one more pod or claim. The other steps are common (`FACTS`): they lead each half to a
+result that depends on the half's own state and on some facts about the other half. A common step that is not possible
+changes nothing. So from states that differ only in the second half, a step leads to states that differ only in it.
 
 The states with the same `Shared` are therefore a table: for each first half, the set of second halves that were seen
 with it, as the bits of a number. A step handles a whole row at once. As devices differ in their names only, the table
@@ -12,9 +12,9 @@ is symmetric. No state is dropped, and no two states are merged: in the end the 
 reached, and no other state.
 
 The steps are the steps of `Small.successors`, applied to states of two halves; this module adds the facts only.
-`Halves.after` is for tests that the facts are enough: the tests compare it with `Small.successors`, state by state, and
-for smaller nodes with all states that `explore` finds. A wrong state is wrong because of one of its devices, so each
-half is checked once, beside an idle half.
+Tests show that the facts are enough: they compare `Halves.after` with `Small.successors`, state by state, and for
+smaller nodes with all states that `explore` finds. A wrong state is wrong because of one of its devices, so each half
+is checked once, beside an idle half.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ TO_PLUGIN: Final = STATES.index(State.TO_PLUGIN)
 
 
 class Shared(NamedTuple):
-    """The part that belongs to no device.
+    """The part of a state that belongs to no device.
 
-    step, written, late: of the stage. sent, want: whether the agent has sent a list and decided on a slice.
+    step, written, late: as in `Stage`. sent, want: whether the agent has sent a list, and whether it wants a slice.
     """
 
     step: Step
@@ -50,7 +50,7 @@ class Shared(NamedTuple):
 
 
 class Half(NamedTuple):
-    """The part that belongs to one device. pods, claims: with device number 0. Other fields: as in the state."""
+    """The part of a state that belongs to one device. pods, claims: with device number 0."""
 
     device: Device
     pods: tuple[Pod, ...] = ()
@@ -104,7 +104,7 @@ def parted(system: SystemState) -> Parts:
 
 
 def joined(shared: Shared, one: Half, two: Half) -> SystemState:
-    """Return the state of two halves."""
+    """Return the state that consists of a shared part and two halves."""
     both = (one, two)
     pods = [pod._replace(device=number) for number, half in enumerate(both) for pod in half.pods]
     pods = sorted([*pods, Pod(), Pod()][:2])
@@ -132,22 +132,23 @@ def joined(shared: Shared, one: Half, two: Half) -> SystemState:
     )
 
 
-# The common steps.
+# The common steps, which concern both halves.
 
 
 def nothing(_half: Half) -> Hashable:
-    """Return the facts of this half that the other half depends on: none."""
+    """Return no facts: the other half's result does not depend on this half."""
     return ()
 
 
 def withdrawal(half: Half) -> Hashable:
-    """Return whether the device may move, whether it is also out of the slice, and whether the slice is as wanted."""
+    """Return whether the device may go to limits, whether it is also out of the slice, and whether the slice is as
+    the agent wants it."""
     free = half.device.state == TO_PLUGIN and not any(claim.record for claim in half.claims)
     return free, free and not half.slice, half.want == half.slice
 
 
 def unlisted(half: Half) -> bool:
-    """Return whether a pod was granted its device and is not in the checkpoint yet."""
+    """Return whether a pod of this half was granted its device and is not in the checkpoint yet."""
     return any(pod.unlisted for pod in half.pods)
 
 
@@ -176,7 +177,7 @@ FACTS: Final[dict[str, tuple[Steps, Callable[[Half], Hashable]]]] = {
     "agent dies, ledger lost": (Small.fate, lambda half: any(pod.forgotten for pod in half.pods)),
     "agent starts": (Small.fate, lambda half: (half.device.state == UNKNOWN, unlisted(half))),
 }
-"""By common step: the generator of steps that has it, and the facts that each half needs of the other."""
+"""For each common step: the method of `Small` that yields it, and the facts that one half needs about the other."""
 
 GATHERING: Final = (
     ("request", "withdrawn"),
@@ -190,7 +191,7 @@ GATHERING: Final = (
 
 
 def possible(small: Small, shared: Shared) -> tuple[str, ...]:
-    """Return the common steps that may be possible."""
+    """Return the common steps that may be possible in states with this shared part."""
     found = ["receive", "write", "tick"]
     if small.slow:
         found.append("write late" if shared.writing else "draft")
@@ -220,7 +221,7 @@ def bits(mask: int) -> list[int]:
 
 
 def mask_of(numbers: Collection[int]) -> int:
-    """Return a mask whose bits of these numbers are 1."""
+    """Return a mask in which the bits with these numbers are 1."""
     raw = bytearray(max(numbers) // 8 + 1)
     for number in numbers:
         raw[number >> 3] |= 1 << (number & 7)
@@ -228,9 +229,9 @@ def mask_of(numbers: Collection[int]) -> int:
 
 
 class Ways(dict[int, int]):
-    """The results of a common step for the halves of a block, if their partners are of one kind.
+    """The results of a common step for the halves of a block, if the facts about the other halves are the same.
 
-    to: the block that the step leads to, by the kind of the half.
+    to: the block that the step leads to, by the facts about the half.
     """
 
     def __init__(self, block: Block, word: str, theirs: Hashable) -> None:
@@ -246,7 +247,7 @@ class Ways(dict[int, int]):
         return self.learn(number, next((after for what, after in steps if what == self.word), system))
 
     def learn(self, number: int, after: SystemState) -> int:
-        """Record the result of the step for a half."""
+        """Record the result of the step for one half."""
         shared, half, _ = parted(after)
         block = self.block.all.block(shared)
         assert self.to.setdefault(self.block.kinds[self.word][number], block) is block, "the facts do not suffice"
@@ -255,7 +256,7 @@ class Ways(dict[int, int]):
 
 
 class Block:
-    """The states with the same shared part."""
+    """All states with the same shared part. A half's number is its index in this block."""
 
     def __init__(self, halves: Halves, shared: Shared) -> None:
         self.all = halves
@@ -273,7 +274,7 @@ class Block:
         self._own: dict[int, list[int]] = {}
 
     def number(self, half: Half) -> int:
-        """Return a half's number."""
+        """Return a half's number in this block."""
         known = self.numbers.get(half)
         if known is None:
             known = self.numbers[half] = len(self.halves)
@@ -288,7 +289,7 @@ class Block:
         return known
 
     def room(self, number: int) -> int:
-        """Return the halves that fit beside this one within the node's number of pods and claims."""
+        """Return a mask of the halves that fit beside this one within the node's number of pods and claims."""
         mine, small = self.size[number], self.all.small
         found = 0
         for (pods, claims), members in self.sizes.items():
@@ -297,7 +298,7 @@ class Block:
         return found
 
     def add(self, number: int, partners: int) -> None:
-        """Add the states of a half with these partners."""
+        """Add the states of a half with these other halves. partners: a mask."""
         new = partners & ~self.rows[number]
         if new:
             if not self.rows[number] and not self.all.problem:
@@ -306,7 +307,7 @@ class Block:
             self.fresh[number] = self.fresh.get(number, 0) | new
 
     def own(self, number: int) -> list[int]:
-        """Return the results of a half's own steps."""
+        """Return the results of the steps that belong to a half's device."""
         known = self._own.get(number)
         if known is None:
             half = self.halves[number]
@@ -327,14 +328,14 @@ class Block:
         return known
 
     def way(self, word: str, theirs: Hashable) -> Ways:
-        """Return the results of a common step, if the partners are of this kind."""
+        """Return the results of a common step, if these are the facts about the other halves."""
         known = self.ways.get((word, theirs))
         if known is None:
             known = self.ways[word, theirs] = Ways(self, word, theirs)
         return known
 
     def proceed(self) -> None:
-        """Take every step from the new states."""
+        """Take every step from the states that are new in this block."""
         fresh, self.fresh = self.fresh, {}
         alike = defaultdict(list)
         for number, partners in fresh.items():
@@ -354,7 +355,7 @@ class Block:
                 self._together(word, ones, others)
 
     def _together(self, word: str, ones: list[int], others: list[int]) -> None:
-        """Take a common step from all states with one of `ones` and one of `others`."""
+        """Take a common step from all states that have one half of `ones` and one of `others`."""
         left, right = self._sorted(word, ones), self._sorted(word, others)
         for mine, some in left.items():
             for theirs, partners in right.items():
@@ -371,7 +372,7 @@ class Block:
                     to.add(number, arrived)
 
     def _sorted(self, word: str, numbers: list[int]) -> dict[Hashable, list[int]]:
-        """Return halves by the facts that their partners need of them."""
+        """Return halves by the facts that the other halves must know of them for this step."""
         if len(self.example[word]) == 1:
             return {self.kinds[word][0]: numbers}
         kinds = self.kinds[word]
@@ -383,7 +384,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The result: the number of states (up to names), the number of halves, and a problem, if any."""
+    """The result: how many states (with names exchanged counted once) and halves there are, and a problem or ""."""
 
     states: int
     halves: int
@@ -393,7 +394,7 @@ class Found:
 class Halves:
     """Every state of two devices that the steps of a `Small` lead to.
 
-    wrong: returns what is wrong with a state of one device; `Small.wrong` unless given.
+    wrong: a function that returns what is wrong with a state of one device; `Small.wrong` unless given.
     """
 
     def __init__(self, small: Small, wrong: Callable[[SystemState], str] | None = None) -> None:
@@ -404,24 +405,24 @@ class Halves:
         self.blocks: dict[Shared, Block] = {}
 
     def block(self, shared: Shared) -> Block:
-        """Return the block of this shared part."""
+        """Return the block with this shared part."""
         known = self.blocks.get(shared)
         if known is None:
             known = self.blocks[shared] = Block(self, shared)
         return known
 
     def explore(self, first: SystemState) -> Found:
-        """Visit all states, until one is wrong."""
+        """Visit all states that can be reached from `first`, until one is wrong."""
         shared, one, two = parted(first)
         block = self.block(shared)
         block.add(block.number(one), 1 << block.number(two))
-        # The later stages of a gathering come last, when many states have arrived and go on together.
+        # The later steps of gathering evidence come last, so that many states have arrived and go on together.
         while not self.problem and (waiting := [block for block in self.blocks.values() if block.fresh]):
             min(waiting, key=lambda block: (block.shared.step, block.shared.late)).proceed()
         return Found(self.states(), sum(len(block.halves) for block in self.blocks.values()), self.problem)
 
     def states(self) -> int:
-        """Return the number of states that were seen, up to names."""
+        """Return the number of states that were seen; states that differ only in the devices' names count once."""
         rows = [(number, row) for block in self.blocks.values() for number, row in enumerate(block.rows)]
         return (sum(row.bit_count() for _, row in rows) + sum(row >> number & 1 for number, row in rows)) // 2
 
@@ -443,7 +444,7 @@ class Halves:
             yield joined(block.shared, block.halves[number], block.halves[other])
 
     def after(self, system: SystemState) -> set[Parts]:
-        """Return the results of the steps from a state that was seen, without steps that change nothing."""
+        """Return the states that the steps from a seen state lead to, without the state itself."""
         shared, one, two = parted(system)
         block = self.blocks[shared]
         here, there = block.numbers[one], block.numbers[two]
@@ -463,11 +464,11 @@ class Halves:
         return found - {(shared, one, two)}
 
     def endless(self, *, serve: bool) -> str:
-        """Return where `Small.ending` runs in a circle; "" if it always ends.
+        """Return where the steps of `Small.ending` run in a circle; "" if they always end.
 
-        `Small.ending` changes the shared part forward only: a gathering goes on to its end and none begins, the agent
-        starts and sends what it has not sent yet. Its other steps change a half, whatever the partner is: if no half
-        can come back to itself, no state can.
+        These steps change the shared part forward only: the agent ends its gathering of evidence and begins no other,
+        it starts, and it sends what it has not sent yet. The other steps change one half, whatever the other half is:
+        if no half can come back to itself, no state can.
         """
         for shared, block in self.blocks.items():
             ways = {}
@@ -481,7 +482,7 @@ class Halves:
         return ""
 
     def ended(self, *, serve: bool) -> Iterator[SystemState]:
-        """Return the states, up to names, in which everything that was begun has ended (`Small.ending`)."""
+        """Yield the states in which everything that was begun has ended (`Small.ending`), with names exchanged once."""
         for shared, block in self.blocks.items():
             if not (shared.alive and shared.sent and shared.want) or shared.step:
                 continue

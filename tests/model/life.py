@@ -1,6 +1,6 @@
-"""One life of the agent with both sides: the real code without sockets and threads, with the model's clock and steps.
+"""One process of the agent (a `Life`): the real code, without sockets and threads, and with the model's clock.
 
-The periodic work of the agent's tasks (scan, move, compare, publish) is a method each, to be called in any order.
+Each piece of the agent's periodic work (scan, move, compare, publish) is a method, so that a test sets their order.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ _T = TypeVar("_T")
 class Setting(NamedTuple):
     """The configuration of a resource.
 
-    driver: "" for none. share: the number of devices for claims. prepares: whether the source has a `prepare` hook, so
-    that claims are reserved on disk first.
+    driver: "" for none. share: the number of devices for claims. prepares: whether the source has a `prepare` hook; if
+    so, claims are reserved on disk before they are prepared.
     """
 
     driver: str = D
@@ -67,7 +67,7 @@ BASE: Final[Config] = {R: Setting()}
 
 
 class Cards(DeviceSource):
-    """A source whose lists have the number of replicas of a device, and whose hook may hang."""
+    """A source whose number of replicas a test can change for each device, and whose hook `released` may hang."""
 
     def __init__(self, resource: str, setting: Setting, outside: Outside) -> None:
         self.resource = resource
@@ -78,11 +78,11 @@ class Cards(DeviceSource):
         self.dead = False
 
     def replicas_of(self, device: Device) -> int:
-        """Return the number of replicas in the list."""
+        """Return the number of replicas of a device, at most `replicas`."""
         return min(self.replicas, self.outside.times.get(device.id, self.replicas))
 
     async def released(self, devices: Sequence[Device]) -> None:
-        """Run the hook; a hanging one ignores cancellation and ends when the model releases it."""
+        """End at once; while `outside.stuck` is set, ignore cancellation and hang until the model ends the hook."""
         if not self.outside.stuck or self.dead:
             return
         done = asyncio.Event()
@@ -98,10 +98,10 @@ class PreparedCards(Cards):
     """A source with a `prepare` hook."""
 
     def prepare(self, devices: Sequence[Device], config: object) -> None:
-        """Set nothing up."""
+        """Do nothing."""
 
     def unprepare(self, devices: Sequence[Device]) -> None:
-        """Undo nothing."""
+        """Do nothing."""
 
 
 def _sources(config: Config, outside: Outside) -> dict[str, Cards]:
@@ -111,7 +111,7 @@ def _sources(config: Config, outside: Outside) -> dict[str, Cards]:
 
 
 class SlowLedger:
-    """`AsyncLedger` without a thread: other steps may come before and after each operation."""
+    """Stands in for `AsyncLedger`, without a thread: other steps may come before and after each operation."""
 
     def __init__(self, ledger: DirectLedger, outside: Outside) -> None:
         self.ledger, self.outside = ledger, outside
@@ -121,11 +121,11 @@ class SlowLedger:
 
     @property
     def snapshot(self) -> RegisterSnapshot:
-        """The state after the last operation."""
+        """The contents of the ledger after the last operation."""
         return self.ledger.snapshot
 
     async def do(self, operation: Operation[_T]) -> _T:
-        """Apply an operation to the ledger."""
+        """Apply an operation to the ledger, and wait before and after it until the test lets it go on."""
         await self.outside.gate.passed()
         answer = self.ledger.do(operation)
         self.changes.note()
@@ -134,26 +134,26 @@ class SlowLedger:
 
 
 class InFlight(AllocationsInFlight):
-    """Allocations in flight, without pauses after them."""
+    """The Allocate calls in flight, without the pause that follows each call in the real agent."""
 
     def busy(self, pause: float = 0.0) -> Any:
-        """Count one."""
+        """Count an Allocate call as in flight while the context is open."""
         return super().busy(0.0)
 
     async def wait(self) -> None:
-        """Wait for those in flight."""
+        """Wait until the Allocate calls in flight have ended."""
         await self._idle.wait()
 
 
 class RefusedError(Exception):
-    """Raised in place of an error answer to the kubelet."""
+    """Raised where the real agent answers the kubelet with an error."""
 
 
 class Context:
-    """The gRPC context of a call of the kubelet."""
+    """Stands in for the gRPC context of a call by the kubelet."""
 
     async def abort(self, code: object, details: str) -> None:
-        """Refuse."""
+        """Raise RefusedError."""
         raise RefusedError(details)
 
 
@@ -171,7 +171,7 @@ def _within(_looks: looks.Looks, _seconds: float, _kind: str, function: Callable
 
 @contextmanager
 def modelled(outside: Outside) -> Iterator[None]:
-    """While the context is open: no threads, no pauses, and the model's clock."""
+    """While the context is open, the agent has no threads and makes no pauses, and its clock is that of the model."""
     clock = SimpleNamespace(monotonic=outside.clock, time=time.time)
     with ExitStack() as stack:
         for where, name, what in (
@@ -194,7 +194,7 @@ def modelled(outside: Outside) -> Iterator[None]:
 
 
 class Life(Bridge):
-    """The agent from its start to its death."""
+    """One process of the agent, from its start to its end."""
 
     def __init__(self, outside: Outside, config: Config) -> None:
         paths = Paths(outside.root, cgroup_root=outside.home, pod_log_dir=outside.logs, cdi_dir=outside.home / "cdi")
@@ -222,7 +222,7 @@ class Life(Bridge):
         node_agent.claims.pods = node_agent.tracker.pods
         node_agent.tracker.pods.kubelet_root = outside.root
         node_agent.tracker.pods.may_exist = lambda uid: bool(outside.read().may_run(uid))
-        node_agent.tracker.pods.containers = lambda uid: None  # of a pod it is known whether it runs, not of containers
+        node_agent.tracker.pods.containers = lambda uid: None  # it is known whether a pod runs, not which containers
         node_agent.tracker._checkpoint.__class__ = Checkpoints
         node_agent.tracker._checkpoint.outside = outside
         node_agent.tracker.pod_resources = SimpleNamespace(list=outside.list_pods)
@@ -236,7 +236,7 @@ class Life(Bridge):
         return cast("AsyncLedger", SlowLedger(self.ledger, self.outside))
 
     async def begin(self) -> None:
-        """Start the agent, up to the point before it offers devices."""
+        """Start the agent, up to the point at which it would offer devices."""
         await self._open_all()
         agent = self.agent
         await agent.evidence.read_others()
@@ -253,7 +253,7 @@ class Life(Bridge):
         self.list(service.resource)
 
     def list(self, resource: str) -> None:
-        """Publish a source's list of devices."""
+        """Give the agent a resource's list of devices, as its source does."""
         service = self.agent.services[resource]
         devices = self.outside.devices(resource)
         tokens = {one.id: TOKENS[one.edits.env["HARDWARE"]] for one in devices}
@@ -261,7 +261,7 @@ class Life(Bridge):
         service.listed()
 
     async def reload(self, config: Config) -> None:
-        """Apply another configuration."""
+        """Apply another configuration, as a reload of the config file does."""
         services = self.agent.services
         for name in services.keys() - config.keys():
             del services[name]
@@ -272,7 +272,7 @@ class Life(Bridge):
             self.list(name)
 
     def die(self) -> None:
-        """End as by SIGKILL: the agent writes nothing after this."""
+        """End the agent as SIGKILL does: it writes nothing after this."""
         if self.ledger is not None:
             self.ledger.close()
         for source in self.sources:
@@ -284,12 +284,12 @@ class Life(Bridge):
     # Calls of the kubelet.
 
     def lines(self, resource: str) -> dict[str, bool]:
-        """Return the list of ids that the agent would send now, each with whether it is healthy."""
+        """Return the device ids that the agent would list to the kubelet now, and whether each is healthy."""
         lines = self.agent.services[resource].endpoint._lines_if_listed()
         return {one.name: one.healthy for one in lines or ()}
 
     def send(self, resource: str) -> dict[str, bool]:
-        """Send the list."""
+        """Send the device list to the kubelet, and return it."""
         streams, lines = self.agent.services[resource].endpoint.streams, self.lines(resource)
         shown = self.outside.clock(), frozenset(name for name, healthy in lines.items() if healthy)
         streams.open.clear()
@@ -297,12 +297,12 @@ class Life(Bridge):
         return lines
 
     def hang_up(self) -> None:
-        """Close all streams to the kubelet."""
+        """Close all ListAndWatch streams to the kubelet."""
         for service in self.agent.services.values():
             service.endpoint.streams.open.clear()
 
     async def allocate(self, pod: Pod) -> None:
-        """Call Allocate for a pod's device."""
+        """Call Allocate for a pod's device, and record in the pod what it got."""
         service = self.agent.services[pod.resource]
         device = service.inventory.snapshot.devices.get(service.device_of(pod.device_id))
         parts = len(service.ids_now(device)) if device is not None else 1
@@ -313,7 +313,7 @@ class Life(Bridge):
         pod.hardware = response.envs["HARDWARE"]
 
     async def prepare(self, claim: Claim) -> Prepared:
-        """Prepare a claim. Raises ClaimError."""
+        """Prepare a claim, and return the driver's answer. Raises ClaimError."""
         ref = ClaimRef("default", claim.uid, claim.uid)
         answer = (await self.drivers[claim.driver].driver.prepare([ref]))[claim.uid]
         if isinstance(answer, ClaimError):
@@ -333,14 +333,14 @@ class Life(Bridge):
         await self.agent.scanner.scan()
 
     async def _make_scans(self) -> None:
-        """Make requested scans; periodic scans are steps of the walk."""
+        """Make the scans that the agent requests; its periodic scans are steps of the walk."""
         scanner = self.agent.scanner
         while True:
             await scanner._requested.wait()
             await scanner.read()
 
     async def compare(self, runtime: DriverRuntime, resource: str) -> None:
-        """Compare a resource's devices with the evidence once (`DeviceReconciler.keep`)."""
+        """Compare the ledger once with the holders of a resource's devices on the node (`DeviceReconciler.keep`)."""
         one, context = runtime.resources.get(resource), runtime.context
         if one is None or one.leaving:
             return
@@ -357,11 +357,11 @@ class Life(Bridge):
             return
 
     async def resolve(self, runtime: DriverRuntime) -> None:
-        """Compare quarantined devices again."""
+        """Compare the ledger again with the holders of quarantined devices."""
         await runtime.devices.resolve()
 
     async def move(self, runtime: DriverRuntime, resource: str) -> None:
-        """Make one step of the moves of a resource."""
+        """Make one step of the moves of a resource's devices between limits and claims."""
         one = runtime.resources.get(resource)
         if one is not None and (one.leaving or one.reconciled.is_set()):
             try:
@@ -370,7 +370,7 @@ class Life(Bridge):
                 return
 
     async def settle_claims(self, runtime: DriverRuntime) -> None:
-        """End claims that are over."""
+        """End the claims whose pods have ended, as the driver does periodically."""
         sweep = all(one.reconciled.is_set() or one.leaving for one in runtime.resources.values())
         try:
             await runtime.claims.reconcile(sweep=sweep)
@@ -378,13 +378,13 @@ class Life(Bridge):
             return
 
     def publish(self, runtime: DriverRuntime) -> None:
-        """Set the wanted slices (`SliceFeed.run`)."""
+        """Decide on the slices that a driver wants (`SliceFeed.run`)."""
         if runtime.feed._may_publish():
             runtime.feed._pass_on()
 
 
 async def _nothing(uid: str) -> None:
-    """Remove no file: the process is dead."""
+    """Stand in for the removal of a file, since the agent's process is dead."""
 
 
 def _policies(config: Config) -> dict[str, HandoverPolicy]:

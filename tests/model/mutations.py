@@ -1,4 +1,4 @@
-"""Rules and kinds of evidence that are switched off, one at a time: the model must find a double allocation."""
+"""Mutations: each switches off one rule or kind of evidence, so that the model must find a double allocation."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _refusal_by_side(wanted: Collection[Use], state: RegisterSnapshot, view: Vie
 
 
 BY_STATE: Final = ((rules, "prepare_refusal", _prepare_by_state), (operations, "refusal", _refusal_by_side))
-"""Grants by the device's state alone. The other side's holders would hide that a move ended early."""
+"""Grants by a device's state alone. A check of the other side's holders would hide that a move ended too early."""
 
 
 def _old_commit_to_dra(now: RegisterSnapshot, record: DeviceRecord, evidence: KubeletEvidence) -> rules.MoveWait | None:
@@ -130,7 +130,7 @@ MUTATIONS: Final[dict[str, tuple[tuple[object, str, Replacement], ...]]] = {
 }
 
 
-# Mutations for walks (tests.model.walk).
+# Mutations for the walks of tests.model.walk.
 
 _USES: Final = question.uses
 _USE: Final = question._use
@@ -139,7 +139,7 @@ _TOO_MANY: Final = "has too many holders"
 
 
 def _pairwise(wanted: Collection[Use], state: RegisterSnapshot, view: View, *args: Any, **more: Any) -> str:
-    """Decide beside one holder at a time, not beside all holders together."""
+    """Compare a request with each present holder alone, not with all holders together."""
     points = {point for one in wanted for point in one.points}
     for unit in {one.unit for one in _USES(state, points, view)}:
         own = more.get("own", lambda use: False)
@@ -154,12 +154,12 @@ def _no_tokens(*_: object) -> frozenset[str]:
 
 
 def _unidentified(*arguments: Any) -> Use:
-    """Make a use that is known by the device's name alone."""
+    """Return a use without tokens, so that it is compared by the device's name alone."""
     return _USE(*arguments)._replace(tokens=frozenset(), reached=frozenset(), within=frozenset())
 
 
 def _all_released(*_: object) -> dict[DeviceKey, str]:
-    """List no device as unreleased, because another name of held hardware would wait for its release."""
+    """Return no device as waiting for `released`, as other names of held hardware would wait for this hook, too."""
     return {}
 
 
@@ -202,7 +202,7 @@ def _no_files(*_: object) -> tuple[()]:
 
 QUESTION: Final = ((operations, "refusal"), (register, "refusal"), (offers, "refusal"))
 BY_DRIVER: Final = ((operations, "refusal", _refusal_by_driver),)
-"""The decision without claims of other drivers, which would hide that Prepare ignores a device's driver."""
+"""Ignores claims of other drivers, as their check would hide that Prepare ignores the driver of a device."""
 
 WALKS: Final[dict[str, tuple[str, tuple[tuple[object, str, Replacement], ...], str]]] = {
     "the amounts are summed": ("every name", tuple((*where, _pairwise) for where in QUESTION), _TOO_MANY),
@@ -243,7 +243,7 @@ WALKS: Final[dict[str, tuple[str, tuple[tuple[object, str, Replacement], ...], s
         _TOO_MANY,
     ),
 }
-"""For each mutation: the plan in which it does harm, the replaced functions, and the text of the harm."""
+"""For each mutation: the plan (of test_walks.py) that then fails, the replaced functions, and the failure's text."""
 
 
 @contextmanager

@@ -1,7 +1,7 @@
-"""Kubelet, scheduler, API server and containers of one node, beside a life of the agent (`tests.model.life`).
+"""Kubelet, scheduler, API server and containers of one node, around one process of the agent (`tests.model.life`).
 
-The hardware of a container comes from an environment variable in the agent's answer, not from the agent's records. The
-container's part of the hardware is that of the list or slice at the time of its request.
+Which hardware a container has is known from an environment variable in the agent's answer, not from the agent's
+records. Which part of the hardware it has is what the device list or the slice said at the time of its request.
 """
 
 from __future__ import annotations
@@ -49,7 +49,11 @@ _HARDWARE: Final = re.compile(r"HARDWARE=(\w+)")
 
 @dataclass(eq=False)
 class Pod:
-    """A pod of the plugin side. at: chosen, busy (in Allocate), answered, admitted, runs, over."""
+    """A pod with a limit.
+
+    at: chosen (the kubelet chose a device), busy (Allocate is called), answered, admitted, runs, over. memory: the
+    kubelet's device manager knows the pod. hardware, part, response: what Allocate gave.
+    """
 
     uid: str
     resource: str
@@ -76,11 +80,11 @@ class Entry:
 
 @dataclass(eq=False)
 class Claim:
-    """A claim. driver, name, part: of its allocation. pod: the UID of the pod that may use it. limits: for its limits.
+    """A claim. driver, name, part: the allocated device. hardware: what that device was when the scheduler chose it.
 
-    answer: the latest answer, for the pod `answered`. node: none, busy (in Prepare or Unprepare), prepared, stopped
-    (the kubelet no longer knows its pod). named: the kubelet's claim state names the claim, with `pods`. hardware: the
-    one that the scheduler allocated.
+    pod: the UID of the pod that may use the claim. limits: whether the claim stands for the limits of its pod. answer:
+    the driver's latest answer, for the pod `answered`. node: none, busy (in Prepare or Unprepare), prepared, or stopped
+    (the kubelet no longer knows the pod). named: whether the kubelet's claim state names the claim, with `pods`.
     """
 
     uid: str
@@ -100,11 +104,11 @@ class Claim:
 
     @property
     def part(self) -> Fraction:
-        """The part of the device that the claim has."""
+        """The part of the device that the claim is allocated."""
         return Fraction(1, self.entry.replicas)
 
     def body(self) -> dict[str, Any]:
-        """Return the object at the API server."""
+        """Return the ResourceClaim object as the API server has it."""
         result: dict[str, Any] = {"request": "r", "driver": self.driver, "pool": NODE, "device": self.name}
         if self.entry.replicas > 1:
             result |= {"shareID": f"share-{self.uid}", "consumedCapacity": {naming.SHARES: "1"}}
@@ -121,7 +125,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class Container:
-    """A container that runs with a claim."""
+    """A running container of a pod with a claim, and the hardware that it has."""
 
     claim: str
     pod: str
@@ -131,7 +135,7 @@ class Container:
 
 @dataclass(eq=False)
 class Slices:
-    """A driver's slices. ticket, pool: as the agent wants them. accepted: the ticket that the API server has."""
+    """A driver's slices. ticket, pool: what the agent wants. accepted, there, annotations: what the API server has."""
 
     ticket: int = 0
     pool: Pool | None = None
@@ -148,7 +152,7 @@ class Gate:
         self.waiting: list[asyncio.Future[None]] = []
 
     async def passed(self) -> None:
-        """Wait until `let` is called for this step."""
+        """Wait until a test lets this step go on (`let`), unless the gate is open."""
         if not self.open:
             step = asyncio.get_running_loop().create_future()
             self.waiting.append(step)
@@ -160,7 +164,7 @@ class Gate:
 
 
 class Outside:
-    """The node without the agent; methods have the names of the real ones that they replace."""
+    """The node without the agent; methods have the names of the real methods that they replace."""
 
     def __init__(self, home: Path) -> None:
         self.home = home
@@ -177,35 +181,35 @@ class Outside:
         self.claims: dict[str, Claim] = {}
         self.containers: set[Container] = set()
         self.foreign: dict[str, str] = {}
-        """Claims of another vendor's driver with running containers, and their hardware if it is one of the agent's."""
+        """The claims of another vendor's driver: for each the hardware, or "" if it is not hardware of the agent."""
         self.hooks: list[tuple[str, asyncio.Event]] = []
-        """Running hooks, with their hardware."""
+        """The hooks that hang, each with its hardware and the event that ends it."""
         self.stuck = False
         self.registered: dict[str, frozenset[str]] = {}
         self.checkpoint: CheckpointVersion | None = CheckpointVersion(frozenset(), {})
         self.drafts: list[CheckpointVersion] = []
-        """Checkpoints that writers of the kubelet have composed and will write later."""
+        """Checkpoints whose contents the kubelet has composed, and that it will write later."""
         self.prompt = False
         self.slices: dict[str, Slices] = {}
         self.lease: Mapping[str, str] = {}
         self.lease_wanted: Mapping[str, str] = {}
-        """The annotations of the node's Lease: those on the API server, and those that the agent wants."""
+        """The annotations of the node's Lease: those that the API server has, and those that the agent wants."""
         self.server_up = True
         self.disk_fails = 0
-        """The number of commits that will fail; every second one of them is on disk all the same."""
+        """The number of commits of the ledger that will fail; every second one is on disk in spite of its error."""
         self.write_state()
 
     def number(self) -> str:
-        """Return a number that was not used yet."""
+        """Return a new number."""
         self.numbers += 1
         return str(self.numbers)
 
     def clock(self) -> float:
-        """Return monotonic seconds."""
+        """Return the seconds of the model's monotonic clock."""
         return time.monotonic() + self.later
 
     def devices(self, resource: str) -> list[Device]:
-        """Return a resource's list."""
+        """Return the list of a resource's devices."""
         return [
             Device(name, identity=f"uuid:{what}", edits=ContainerEdits({"HARDWARE": what}))
             for (of, name), what in self.lists.items()
@@ -224,17 +228,17 @@ class Outside:
         return uid
 
     def connect(self, path: str) -> Any:
-        """Open the register's database on a disk that may fail."""
+        """Open the ledger's database on a disk that may fail."""
         return FailingDisk(self, path)
 
     def made_up(self) -> CheckpointVersion:
-        """Return the current contents for the device manager's checkpoint."""
+        """Return a checkpoint with what the kubelet's device manager has in memory now."""
         answers = {pod.allocation: pod.response for pod in self.pods if pod.memory}
         file: Any = object()  # each is another file
         return CheckpointVersion(frozenset(answers), dict(self.registered), file, answers)
 
     def write_checkpoint(self, draft: CheckpointVersion | None = None) -> None:
-        """Write the device manager's checkpoint, with its current contents or those of a draft."""
+        """Write the device manager's checkpoint: what it has in memory now, or an earlier draft."""
         self.checkpoint = draft or self.made_up()
         self.forget_pods()
 
@@ -243,11 +247,11 @@ class Outside:
         return self.checkpoint is not None and pod.allocation in self.checkpoint.allocations
 
     def forget_pods(self) -> None:
-        """Drop ended pods that neither the kubelet nor the checkpoint names."""
+        """Remove the ended pods that neither the kubelet's memory nor its checkpoint names."""
         self.pods = [pod for pod in self.pods if pod.at != "over" or pod.memory or self.names(pod)]
 
     def write_state(self) -> None:
-        """Write the claim state."""
+        """Write the kubelet's claim state."""
         found = []
         for claim in self.claims.values():
             if claim.named:
@@ -263,7 +267,7 @@ class Outside:
         claim_state.write(self.root, found)
 
     def foreign_files(self, cdi_directory: Path) -> None:
-        """Write the other vendor's CDI files, with the device numbers of the agent's hardware if a claim has it."""
+        """Write CDI files for the other vendor's claims; a claim with the agent's hardware has its device numbers."""
         for path in cdi_directory.glob(f"{FOREIGN}-*"):
             path.unlink()
         for uid, hardware in self.foreign.items():
@@ -273,29 +277,29 @@ class Outside:
             (cdi_directory / f"{FOREIGN}-claim_{uid}.json").write_text(text)
 
     def running(self) -> frozenset[str]:
-        """Return the pods with running processes."""
+        """Return the UIDs of the pods with running processes."""
         pods = {pod.uid for pod in self.pods if pod.at == "runs"}
         return frozenset(pods | {one.pod for one in self.containers} | self.foreign.keys())
 
     def read(self, named: Collection[str] = ()) -> PodProcesses:
-        """Return the pods with processes in cgroups."""
+        """Return the pods with processes, as the agent reads them from cgroups."""
         return PodProcesses(self.running())
 
     def in_cgroups(self) -> frozenset[str]:
-        """Return the pods that have cgroups."""
+        """Return the UIDs of the pods that have cgroups: here those with processes."""
         return self.running()
 
     async def list_pods(self) -> PodResourcesReport:
-        """Answer PodResources `List`."""
+        """Answer `List` of PodResources with the pods that the kubelet counts as active."""
         active = {pod.uid for pod in self.pods if pod.memory and pod.at in {"admitted", "runs"}}
         active |= {uid for claim in self.claims.values() if claim.named for uid in claim.pods}
         active |= self.foreign.keys()
         return PodResourcesReport(frozenset(), frozenset(("default", uid) for uid in active))
 
-    # The API server: for the cluster's client, and for the publisher.
+    # The API server, as the agent's client and its publisher of slices see it.
 
     async def ask(self) -> None:
-        """Wait for the API server. Raises ClusterError."""
+        """Wait until the test lets the request go on. Raises ClusterError if the API server is away."""
         await self.gate.passed()
         if not self.server_up:
             raise ClusterError("the API server is away")
@@ -310,7 +314,7 @@ class Outside:
         return SimpleNamespace(items=[{"metadata": metadata, "spec": spec}] if found.there else [])
 
     async def get(self, kind: Kind, name: str, namespace: str) -> Mapping[str, Any]:
-        """Read a claim, or the node's Lease."""
+        """Return a claim or the node's Lease."""
         await self.ask()
         if kind is LEASES:
             return {"metadata": {"annotations": dict(self.lease)}}
@@ -319,44 +323,44 @@ class Outside:
         return self.claims[name].body()
 
     async def pages(self, kind: Kind, form: Form[Page[ListedClaim]]) -> AsyncIterator[Page[ListedClaim]]:
-        """List all claims, in one part."""
+        """Yield all claims, as one page."""
         await self.ask()
         items = [one.body() for one in self.claims.values() if one.exists]
         listed = {"kind": f"{kind.kind}List", "metadata": {"resourceVersion": "1"}, "items": items}
         yield form.decode(encoded(listed))
 
     async def claim(self, name: str, namespace: str) -> ListedClaim:
-        """Read what a claim is allocated."""
+        """Return a claim with what it is allocated."""
         return CLAIM.decode(encoded({"kind": "ResourceClaim", **await self.get(RESOURCE_CLAIMS, name, namespace)}))
 
     async def event(self, *_: object) -> None:
-        """Write no Event."""
+        """Do nothing in place of writing an Event."""
 
     def want(self, pool: Pool) -> int:
-        """Set the wanted slices of a driver."""
+        """Record the slices that the agent wants for a driver, and return their ticket."""
         mine = self.slices.setdefault(pool.driver, Slices())
         if mine.pool != pool:
             mine.ticket, mine.pool = mine.ticket + 1, pool
         return mine.ticket
 
     def state(self, driver: str) -> PoolState:
-        """Return the wanted and the accepted ticket of a driver's slices."""
+        """Return the tickets of a driver's slices: of the wanted ones and of the accepted ones."""
         mine = self.slices.get(driver, Slices())
         return PoolState(mine.ticket, mine.accepted)
 
     async def listed(self, driver: str, seconds: float) -> None:
-        """There is no watch: the agent lists the slices."""
+        """Do nothing: there is no watch here, and the agent lists the slices."""
 
     def withdrawn(self, driver: str, device: str) -> float | None:
-        """Return since when no slice offers a device; None if one does."""
+        """Return since when no slice offers a device, or None if a slice offers it."""
         return None if device in self.slices.get(driver, Slices()).there else 0.0
 
     def offering(self, driver: str, device: str) -> str:
-        """Return that no other slice offers a device."""
+        """Return "", which means that no other slice offers the device."""
         return ""
 
     def accept(self, driver: str) -> None:
-        """Let the API server accept the wanted slices."""
+        """Have the API server accept the slices that the agent wants for a driver."""
         mine = self.slices[driver]
         if mine.pool is None:
             return
@@ -371,7 +375,7 @@ class Outside:
     # What must be true.
 
     def holders(self) -> Iterator[tuple[str, str, Fraction]]:
-        """Yield the holders: hardware, holder, and the held part."""
+        """Yield for each holder the hardware, the holder's name and the held part."""
         for pod in self.pods:
             if pod.at == "runs":
                 yield pod.hardware, f"pod {pod.uid} ({pod.device_id})", pod.part
@@ -385,7 +389,7 @@ class Outside:
                 yield hardware, "a hook", Fraction(1)
 
     def wrong(self) -> str:
-        """Return which hardware has holders of more than one whole; "" if none has."""
+        """Return which hardware has holders whose parts are more than the whole; "" if there is none."""
         found = list(self.holders())
         for hardware in TOKENS:
             if sum(part for of, _, part in found if of == hardware) > 1:
@@ -400,7 +404,7 @@ def hardware_of(text: str) -> str:
 
 
 class Checkpoints(CheckpointReader):
-    """Reads the checkpoint of `Outside`."""
+    """A reader of checkpoints that reads the one of `Outside`."""
 
     outside: Outside
 
@@ -410,7 +414,7 @@ class Checkpoints(CheckpointReader):
         return last if last is self.outside.checkpoint else self.read()
 
     def read(self) -> CheckpointVersion:
-        """Read the file now."""
+        """Read the checkpoint now. Raises CheckpointError if there is none."""
         if self.outside.checkpoint is None:
             raise CheckpointError("it is not there")
         self.take([self.outside.checkpoint])
@@ -425,14 +429,14 @@ class Checkpoints(CheckpointReader):
 
 
 class FailingDisk:
-    """A database connection whose next `disk_fails` commits fail."""
+    """A database connection whose commits fail while `disk_fails` is above 0."""
 
     def __init__(self, outside: Outside, path: str) -> None:
         self._outside = outside
         self._inner = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
 
     def execute(self, sql: str, *args: Any) -> Any:
-        """Execute a statement, or raise."""
+        """Execute a statement, or raise an error if it is a commit that is to fail."""
         if sql.startswith("COMMIT") and self._outside.disk_fails:
             self._outside.disk_fails -= 1
             if self._outside.disk_fails % 2:
@@ -441,12 +445,12 @@ class FailingDisk:
         return self._inner.execute(sql, *args)
 
     def close(self) -> None:
-        """Close it."""
+        """Close the connection."""
         self._inner.close()
 
 
 def free_shares(entry: Entry, name: str, driver: str, claims: Collection[Claim]) -> bool:
-    """Return whether the scheduler finds a free share of a device."""
+    """Return whether the scheduler can allocate the device, or a replica of it, to one more claim."""
     taken = sum(one.exists and (one.driver, one.name) == (driver, name) for one in claims)
     whole = any(one.exists and (one.driver, one.name, one.entry.replicas) == (driver, name, 1) for one in claims)
     return taken < entry.replicas and not whole

@@ -3,8 +3,8 @@
 A state is a tuple of small numbers. `Small.successors` returns all states that one step leads to: a step of the
 kubelet, the scheduler, the API server or the agent, a crash, or time that passes. Whatever can be late is a step of its
 own, so that every other step can come in between. The agent's part is the product's code: the ledger's operations, the
-decision which pod or claim holds a device (`deviceplugin.kubelet.holders`), and the evidence and the plan of the
-handover. Only disk and sockets are missing.
+decision which pod or claim holds a device (`deviceplugin.kubelet.holders`), and the plan of moves between limits and
+claims with the evidence that a move needs. Only disk and sockets are missing.
 
 Faults are steps too: the kubelet restarts with the contents of its checkpoint; the checkpoint is lost or torn (a scan
 then waits for the next one); a pod is deleted by force while its container runs, and the kubelet gives its device to
@@ -77,10 +77,10 @@ BEGUN, FORMER, LATER, NOW = 2, 1, 9, 10
 
 
 class Device(NamedTuple):
-    """A device in the ledger: its record, and the fields of its allocation record except holders.
+    """A device in the ledger: its record, and its allocation record without the holders.
 
-    new: the record changed since a gathering of evidence began. fresh: the device was granted since then. pending,
-    absent: fields of the allocation record; absent 1: a scan missed its container, 2: and that was long ago.
+    new: the record has changed since the agent began to gather evidence. fresh: the device was granted since then.
+    pending: the grant's container is not known yet. absent: 1 if a scan found no container, 2 if that was long ago.
     """
 
     state: int
@@ -130,7 +130,7 @@ class InLedger(IntEnum):
 
 
 class Step(IntEnum):
-    """How far the agent is in gathering evidence.
+    """How far the agent is in gathering evidence about holders, which it needs before it moves devices.
 
     For moves to DRA: a checkpoint is requested, the last one was read, the first one was read and another requested
     (only if a write may be late), the ledger has the result. For moves to the plugin: the API server has accepted the
@@ -141,7 +141,7 @@ class Step(IntEnum):
 
 
 class Pod(NamedTuple):
-    """A pod of the plugin side, as long as the kubelet, the checkpoint or the ledger names it.
+    """A pod with a limit of one device, as long as the kubelet, the checkpoint or the ledger names it.
 
     memory, file: the kubelet's device manager and its checkpoint name the pod. recorded: the pod is a holder in the
     ledger. seen: checkpoints that a scan has read name the pod: 1 some of them, 2 all of them; after the scan, the pod
@@ -165,12 +165,12 @@ class Pod(NamedTuple):
 
     @property
     def unrecorded(self) -> bool:
-        """Whether the pod may run and the ledger does not know it."""
+        """Whether the pod may run without being a holder in the ledger."""
         return self.at in {At.ADMITTED, At.RUNS} and not self.recorded
 
     @property
     def forgotten(self) -> bool:
-        """Whether the pod may run, and the kubelet or its checkpoint does not know the pod's device."""
+        """Whether the pod may run although the kubelet's memory or its checkpoint does not name it."""
         return self.at in {At.ADMITTED, At.RUNS} and not (self.memory and self.file)
 
     @property
@@ -180,7 +180,7 @@ class Pod(NamedTuple):
 
 
 class Request(NamedTuple):
-    """A claim, and whether its file exists."""
+    """A claim: on the API server, its device, on the node, whether its file exists, and in the ledger."""
 
     api: InApi = InApi.NONE
     device: int = -1
@@ -241,7 +241,7 @@ class SystemState(NamedTuple):
 
 
 def start(*states: State) -> SystemState:
-    """Return a node on which nothing has happened."""
+    """Return the state of a node on which nothing has happened, with devices in these states."""
     one, *more = (Device(STATES.index(state)) for state in states)
     return SystemState(
         (one, more[0] if more else Device(UNKNOWN)),
@@ -261,7 +261,7 @@ def start(*states: State) -> SystemState:
 
 
 def snapshot(system: SystemState) -> RegisterSnapshot:
-    """Return the state's ledger as a snapshot of the register."""
+    """Return the ledger of a state as a snapshot of the register."""
     devices: dict[tuple[str, str], DeviceRecord] = {}
     held: list[tuple[str, tuple[str, str], Record]] = []
     for name, device in zip(NAMES, system.devices, strict=True):
@@ -303,7 +303,7 @@ UNKNOWN: Final = len(STATES)
 
 
 def written(system: SystemState, now: RegisterSnapshot) -> SystemState:
-    """Return the state with the contents of this ledger."""
+    """Return the state with the contents of the ledger replaced by `now`."""
     scanning = system.stage.step in SCAN
     devices = []
     for name, moving in zip(NAMES, system.stage.moving, strict=True):
@@ -324,7 +324,7 @@ def written(system: SystemState, now: RegisterSnapshot) -> SystemState:
 
 
 def in_ledger(claim: Claim | None) -> InLedger:
-    """Return the model's state of a claim in the ledger."""
+    """Return how the ledger has a claim, as the model's number."""
     if claim is None:
         return InLedger.NONE
     if claim.result is not None:
@@ -349,12 +349,12 @@ def flags(names: object) -> tuple[bool, bool]:
 
 
 def names(pair: tuple[bool, bool]) -> tuple[str, ...]:
-    """Return a pair as names."""
+    """Return the names of the devices in a set that is given as a pair."""
     return tuple(name for name, there in zip(NAMES, pair, strict=True) if there)
 
 
 def at_stage(system: SystemState, stage: Stage) -> SystemState:
-    """Return the state at another stage; marks that are about an earlier gathering of evidence are cleared."""
+    """Return the state at another stage; marks that belong to an earlier gathering of evidence are cleared."""
     begins = stage.step in {Step.NONE, Step.REQUESTED, Step.WITHDRAWN}
     has_read = stage.step in {Step.READ, Step.READ_FIRST, Step.OBSERVED}
     devices = tuple(
@@ -365,16 +365,16 @@ def at_stage(system: SystemState, stage: Stage) -> SystemState:
 
 
 ANY_FILE: Final = CheckpointVersion(frozenset(), {})
-"""A checkpoint without resources, whose writer may be slow."""
+"""A checkpoint without resources, which the kubelet may have written late."""
 FAULTS: Final = frozenset({"force", "lose", "claims"})
 """Faults: pods deleted by force, the checkpoint lost, the kubelet's claim state lost."""
 
 
 class Small:
-    """The steps of such a node, and its possible faults.
+    """The steps of such a small node, and its possible faults.
 
     crashes: kubelet and agent may die. damage: the ledger may be lost. faults: see `FAULTS`. turns: moves may begin or
-    be reversed while evidence is gathered, though the handover does one after the other. cgroups: the cgroup tree is
+    be reversed while evidence is gathered, though the real agent does one after the other. cgroups: the cgroup tree is
     visible. blind: the agent sees the cgroups of only some of the kubelet's pods. slow: the kubelet may write a
     checkpoint whose contents are older than those of a checkpoint already written. reasons: the state has the reason of
     a move, which only the plan of moves uses.
@@ -528,7 +528,7 @@ class Small:
                 yield f"deallocate c{number}", with_claim(system, number, gone(claim._replace(api=InApi.NONE)))
 
     def side(self, system: SystemState) -> Iterator[tuple[str, SystemState]]:
-        """Answer Allocate, which is refused if a recorded holder may run; send the list."""
+        """Steps for limits: the agent answers Allocate (refused if a recorded holder may run) and sends the list."""
         for number, pod in enumerate(system.pods):
             if pod.at is At.CHOSEN:
                 name = NAMES[pod.device]
@@ -550,7 +550,7 @@ class Small:
         return one, two
 
     def driver(self, system: SystemState) -> Iterator[tuple[str, SystemState]]:
-        """Prepare and unprepare claims, in the driver's steps; remove claims and files that are no longer needed."""
+        """Steps of the DRA driver: prepare and unprepare claims, and remove ended claims and their files."""
         for number, claim in enumerate(system.claims):
             uid = "01"[number]
             if claim.node is OnNode.NONE and claim.api is InApi.ALLOCATED:
@@ -606,7 +606,7 @@ class Small:
                 yield f"sweep c{number}", with_claim(system, number, gone(claim._replace(file=False)))
 
     def offering(self, system: SystemState) -> Iterator[tuple[str, SystemState]]:
-        """Decide on the wanted slice, and let the API server accept it."""
+        """Steps with the slice: the agent decides on its contents, and the API server accepts it."""
         want = self.wanted(system)
         if system.want != want:
             yield "want", system._replace(want=want)
@@ -614,12 +614,12 @@ class Small:
             yield "accept", system._replace(slice=system.want)
 
     def wanted(self, system: SystemState) -> tuple[bool, bool]:
-        """Return the devices of the wanted slice."""
+        """Return the devices that the agent wants in the slice."""
         one, two = (d.state < UNKNOWN and STATES[d.state].offered for d in system.devices)
         return one, two
 
     def moves(self, system: SystemState) -> Iterator[tuple[str, SystemState]]:
-        """Begin a move, or reverse one."""
+        """Begin or reverse a move of a device between limits and claims."""
         for name in self.names:
             for side in Side:
                 answer, after = self.do(
@@ -629,7 +629,7 @@ class Small:
                     yield f"begin {name} {side.value}", after
 
     def gathering(self, system: SystemState) -> Iterator[tuple[str, SystemState]]:
-        """The handover's steps, one after the other."""
+        """The steps in which the agent gathers evidence and completes moves of devices, one after the other."""
         stage = system.stage
         if stage.step is Step.NONE:
             if system.sent:
@@ -693,7 +693,7 @@ class Small:
             yield "commit to plugin", at_stage(after, IDLE)
 
     def withdrawn(self, system: SystemState, moving: Collection[str], free: Collection[str]) -> SystemState:
-        """Go on if the API server has accepted the slice that the agent wants, without the devices."""
+        """Return the next stage if the API server has accepted the wanted slice without the devices, else the state."""
         taken = bool(system.want) and system.want == system.slice
         accepted = [name for name in free if taken and not system.slice[int(name)]]
         return at_stage(system, Stage(Step.WITHDRAWN, flags(moving), first=flags(accepted))) if accepted else system
@@ -718,7 +718,7 @@ class Small:
         return PodProcesses(there, frozenset(running), visible=VISIBLE, shown=shown)
 
     def scanned(self, system: SystemState) -> HolderSnapshot:
-        """Return the result of a scan: the checkpoint as it was read, the processes as of now."""
+        """Return the result of a scan, from the checkpoint as it was read and the processes that run now."""
         stage = system.stage
         registered = {R: frozenset(names(stage.first))}
         checkpoints = [
@@ -794,7 +794,7 @@ class Small:
         return ""
 
     def doubled(self, system: SystemState) -> str:
-        """Return which device has running containers of two holders; "" if none has."""
+        """Return which device has two holders with running containers; "" if none has."""
         for device in range(len(self.names)):
             running = sum(pod.runs and pod.device == device for pod in system.pods)
             running += sum(claim.node.container_runs and claim.device == device for claim in system.claims)
@@ -803,13 +803,13 @@ class Small:
         return ""
 
     def through_both(self, system: SystemState) -> str:
-        """Return which device a running pod and a running claim hold at the same time; "" if there is none."""
+        """Return which device a pod by limits and a claim hold at the same time; "" if there is none."""
         given = {pod.device for pod in system.pods if pod.runs}
         given &= {claim.device for claim in system.claims if claim.node.container_runs}
         return f"device {min(given)} is held on both sides" if given else ""
 
     def ending(self, system: SystemState, *, serve: bool = False) -> Iterator[SystemState]:
-        """Yield the next states while everything that was begun ends, for any requested share.
+        """Yield the next states while everything that was begun ends, whatever number of devices is to be for claims.
 
         serve: claims that are allocated stay, and the kubelet tries to prepare them.
         """
@@ -859,7 +859,7 @@ class Small:
             yield self.started(system)
 
     def lost(self, system: SystemState, share: Share) -> str:
-        """Return which device or share is wrong for good in a state at rest; "" if none is."""
+        """Return which device is not offered as the share requests in a state at rest; "" if none."""
         for device in range(len(self.names)):
             plugin, dra = system.received[device], system.slice[device]
             if plugin == dra:
@@ -877,14 +877,14 @@ class Small:
 
 
 class Calm:
-    """Checks of each state that it comes to rest without lost devices, for every share."""
+    """Checks that each state comes to rest, with all devices offered, for every number of devices for claims."""
 
     def __init__(self, small: Small) -> None:
         self.small = small
         self._fine: set[tuple[Hashable, ...]] = set()
 
     def __call__(self, system: SystemState) -> None:
-        """Fail if a device stays lost, or if the system never comes to rest."""
+        """Fail if the system never comes to rest from this state, or if a device is not offered then."""
         for count in range(len(self.small.names) + 1):
             for serve in (False, True):
                 self._rest(system, Share(count), serve=serve)
@@ -941,7 +941,7 @@ def restarted(system: SystemState) -> SystemState:
 
 
 def drafted(system: SystemState, *names: bool) -> SystemState:
-    """Return the state with a slow writer whose checkpoint has these pods; without names, with no slow writer."""
+    """Return the state with a slow writer whose checkpoint names these pods, or without a slow writer."""
     one, two = (kept(pod._replace(draft=name)) for pod, name in zip(system.pods, names or (False, False), strict=True))
     return system._replace(pods=(one, two), writing=bool(names))
 
@@ -961,7 +961,7 @@ def seen_in(system: SystemState, allocation: Allocation) -> int:
 
 
 def recorded(system: SystemState) -> list[Allocation]:
-    """Return the allocations that the ledger knows; the tracker counts them as held."""
+    """Return the allocations that the ledger has, which a scan counts as held unless evidence shows their end."""
     return allocations(system, "recorded")
 
 
@@ -990,7 +990,7 @@ def gone(claim: Request) -> Request:
 
 
 def canonical(system: SystemState, *, alike: bool = True) -> SystemState:
-    """Return one representative of all states that differ in names only. alike: names of devices may differ."""
+    """Return one state for all those that differ in names only. alike: devices' names may differ, too."""
     one, two = system.devices
     if one > two and alike:
         return swapped(system)

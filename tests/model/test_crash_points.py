@@ -22,19 +22,19 @@ from tests.model.flow import Flow, Outside, Plain, Source, aftermath, replayed, 
 pytestmark = pytest.mark.explore
 
 EVERY = 1 if os.environ.get("DEVICEPLUGIN_MODEL") == "long" else 3
-"""One of how many places is tried."""
+"""Of how many places one is tried."""
 SOURCES: dict[str, type[DeviceSource]] = {"plain": Plain, "hooked": Source}
 
 
 @pytest.fixture
 def memory() -> Iterator[Path]:
-    """Make a directory in memory: thousands of commits, and no machine loses its power here."""
+    """Make a directory in memory, where thousands of commits are fast."""
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as made:
         yield Path(made)
 
 
 async def live(directory: Path, kind: str, die_at: int) -> None:
-    """Run `story` and kill the process at the given step. Events outside of the agent are recorded at once."""
+    """Run `story` and kill the process at the given step; each grant, end and allocation is recorded at once."""
     count = 0
 
     def step(_name: str) -> None:
@@ -56,7 +56,7 @@ async def live(directory: Path, kind: str, die_at: int) -> None:
 
 
 def kill_everywhere(directory: str, kind: str) -> None:
-    """Fork a child for each step and let it die there; runs in a process without threads."""
+    """Fork a child for each step, which dies at this step. Call it in a process without threads."""
     for die_at in range(1, 2000, EVERY):
         home = Path(directory, str(die_at))
         home.mkdir()
@@ -78,7 +78,7 @@ def kill_everywhere(directory: str, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", SOURCES)
 def test_a_kill_at_any_step_gives_nothing_twice_and_loses_nothing(memory: Path, kind: str) -> None:
-    """After a kill at any step, the restarted agent gives no device twice, and all devices can move."""
+    """After a kill at any step, the restarted agent gives no device to two holders, and all devices can move."""
     script = f"from tests.model.test_crash_points import kill_everywhere; kill_everywhere({str(memory)!r}, {kind!r})"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=300)
     lines = [[int(word) for word in line.split()] for line in done.stdout.splitlines()]
@@ -95,7 +95,7 @@ def test_a_kill_at_any_step_gives_nothing_twice_and_loses_nothing(memory: Path, 
 
 
 class Failing:
-    """A connection whose `at`th statement fails: without having been done, or after it was (an fsync)."""
+    """A database connection on a `Disk`. A failing statement has no effect, except if the disk is `late`."""
 
     def __init__(self, path: str, disk: Disk) -> None:
         self._inner = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
@@ -116,7 +116,7 @@ class Failing:
 
 
 class Disk:
-    """A disk on which some steps in a row fail. late: a failing step takes effect all the same."""
+    """A disk on which `times` steps fail from step `at` on. late: a failing step takes effect, as before an fsync."""
 
     def __init__(self, at: int, times: int, *, late: bool) -> None:
         self.at, self.times, self.late = at, times, late
@@ -132,13 +132,13 @@ class Disk:
         return error
 
     def step(self, name: str) -> None:
-        """Fail a step at a CDI file."""
+        """Raise OSError if this step, a change of a CDI file, is one that fails."""
         if name in {"draft", "half a draft", "rename", "remove"} and self.fails():
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 async def suffer(home: Path, disk: Disk) -> bool:
-    """Run `story` on such a disk, then start again on a good one; return whether a step failed."""
+    """Run `story` on this disk, then start the agent again on a good one. Return whether a step failed."""
     outside = Outside()
 
     def step(name: str) -> None:
@@ -157,8 +157,8 @@ async def suffer(home: Path, disk: Disk) -> bool:
 def test_a_full_disk_or_a_failing_fsync_at_any_step_gives_nothing_twice_and_loses_nothing(
     memory: Path, late: bool, times: int
 ) -> None:
-    """After failing writes at any step no device is given twice or lost, also if a failed write took effect."""
-    first = 6  # the statements before make the file
+    """After failing writes at any step, no device has two holders or is lost, even if a failed write took effect."""
+    first = 6  # earlier statements make the database file
     for at in range(first, 2000, EVERY):
         home = memory / str(at)
         home.mkdir()

@@ -1,4 +1,4 @@
-"""All that can happen on a small node, state by state; `tox -e model` visits more."""
+"""All that can happen on a node of the model (`tests.model.small`), state by state; `tox -e model` visits more."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ exploration = pytest.mark.explore
 
 
 def report(what: str, found: Explored) -> None:
-    """Print how much was seen (pytest -s, or tox -e model)."""
+    """Print how many states were visited (shown by pytest -s or tox -e model)."""
     print(f"{what}: {found.states} states, {'all there are' if found.whole else 'not all'}, {found.depth} steps deep")
 
 
 def report_two(what: str, found: Found) -> None:
-    """Print how much of two devices was seen."""
+    """Print how many states of two devices were visited."""
     whole = "not all" if found.problem else "all there are"
     print(f"two devices, {what}: {found.states} states, {whole}, of {found.halves} halves")
 
 
 def agree(halves: Halves, count: int) -> None:
-    """Fail if the halves lead some state elsewhere than the model does, or devices' names matter; at random."""
+    """Fail if steps of random states differ between `Halves` and `Small`, or depend on the devices' names."""
     for system in halves.some(count):
         here = parted(system)
         after = {parted(after) for _, after in halves.small.successors(system)} - {here}
@@ -63,7 +63,7 @@ ONE: list[tuple[str, State, dict[str, Any], bool]] = [
 def test_one_device_never_has_two_holders_whatever_happens(
     what: str, state: State, options: dict[str, Any], long: bool
 ) -> None:
-    """One device, all faults: no reachable state is wrong, and at length none loses the device for good."""
+    """With one device no reachable state is wrong; the long run also shows that each state comes to rest."""
     if long and not AT_LENGTH:
         pytest.skip("minutes; tox -e model")
     small = Small(devices=1, **options)
@@ -75,7 +75,7 @@ def test_one_device_never_has_two_holders_whatever_happens(
 
 @exploration
 def test_the_rules_without_their_second_net_suffice() -> None:
-    """The states alone keep the sides apart, without a check of the other side's holders."""
+    """A device's state alone, without a check of holders of the other kind, keeps pods by limits and claims apart."""
     small = Small(devices=1, pods=2 if AT_LENGTH else 1, claims=2 if AT_LENGTH else 1, crashes=False)
     with patched(BY_STATE):
         found = explore(small, start(State.PLUGIN), wrong=small.through_both)
@@ -92,12 +92,12 @@ def test_the_rules_without_their_second_net_suffice() -> None:
         pytest.param("two pods, one claim, cgroups not visible", {"cgroups": False}, id="pod directories decide"),
         pytest.param("one pod, one claim, cgroups may show nothing", {"pods": 1, "blind": True}, id="blind cgroups"),
         pytest.param("one claim, moves turn round at any time", {"turns": True}, id="moves turn round"),
-        # The kubelet makes up the contents under its lock and writes the file without it (1.36, writeCheckpoint).
+        # The kubelet composes a checkpoint under its lock and writes the file without the lock (1.36, writeCheckpoint).
         pytest.param("one pod, one claim, a late write", {"pods": 1, "faults": (), "slow": True}, id="late checkpoint"),
     ],
 )
 def test_one_device_without_crashes(what: str, options: dict[str, Any]) -> None:
-    """A directory for as long as a container runs; any order of moves and evidence; a checkpoint written late."""
+    """No state is wrong if cgroups are not visible, moves are reversed at any time, or a checkpoint is written late."""
     small = Small(devices=1, claims=1, crashes=False, **options)
     found = explore(small, start(State.PLUGIN), wrong=small.doubled if "slow" in options else None)
     report(f"one device, {what}", found)
@@ -107,7 +107,7 @@ def test_one_device_without_crashes(what: str, options: dict[str, Any]) -> None:
 
 @exploration
 def test_a_lost_ledger_is_rebuilt_so_that_no_device_has_two_holders() -> None:
-    """One device, the ledger lost at any moment."""
+    """With one device no reachable state is wrong, also if the ledger is lost at any moment and is rebuilt."""
     small = Small(devices=1, pods=2 if AT_LENGTH else 1, claims=1, damage=True)
     found = explore(small, start(State.PLUGIN), most=10**9 if AT_LENGTH else 10_000, traced=False)
     report("one device, one claim, a lost ledger", found)
@@ -119,9 +119,9 @@ def test_a_lost_ledger_is_rebuilt_so_that_no_device_has_two_holders() -> None:
 def test_two_devices_never_go_wrong_whatever_happens() -> None:
     """Two devices reach no wrong state: with one pod and all faults, or (long) with two pods, two claims and crashes.
 
-    Wrong: a device has two holders, is offered on both sides, or is lost for good. From each state the system comes to
-    a state in which everything that was begun has ended, and from there to rest. The long run (`tox -e model`) shows
-    this for all states, other runs for random states.
+    A state is wrong if a device has two holders, is offered to limits and claims, or is lost for good. From each state
+    the system comes to a state in which everything that was begun has ended, and from there to rest. The long run
+    (`tox -e model`) shows this for all states, other runs for random states.
     """
     small = Small() if AT_LENGTH else Small(pods=1, claims=0, crashes=False)
     halves = Halves(small)
@@ -145,7 +145,7 @@ def test_two_devices_never_go_wrong_whatever_happens() -> None:
 @exploration
 @at_length
 def test_a_lost_ledger_of_two_devices_is_rebuilt_so_that_neither_has_two_holders() -> None:
-    """Two devices, one pod, one claim, all faults, the ledger lost at any moment: no reachable state is wrong."""
+    """With two devices, one pod, one claim and all faults, no state is wrong, also if the ledger is lost."""
     halves = Halves(Small(pods=1, claims=1, damage=True, reasons=False))
     found = halves.explore(start(*BOTH))
     report_two("one pod, one claim, all faults and crashes, a lost ledger", found)
@@ -156,7 +156,7 @@ def test_a_lost_ledger_of_two_devices_is_rebuilt_so_that_neither_has_two_holders
 @exploration
 @at_length
 def test_two_devices_are_kept_apart_by_the_states_alone() -> None:
-    """The states alone keep the sides of two devices apart, without a check of the other side's holders."""
+    """The states of two devices alone, without a check of holders of the other kind, keep pods and claims apart."""
     small = Small(claims=1, reasons=False)
     with patched(BY_STATE):
         halves = Halves(small, small.through_both)
@@ -172,7 +172,7 @@ SMALLER = [(0, 0, True, False), (1, 0, True, False), (0, 1, True, True), (1, 1, 
 @exploration
 @pytest.mark.parametrize(("pods", "claims", "crashes", "damage"), SMALLER if AT_LENGTH else SMALLER[:1])
 def test_halves_are_all_states_and_no_other(pods: int, claims: int, crashes: bool, damage: bool) -> None:
-    """Of smaller nodes the halves make up the very states that are found when each is visited."""
+    """For smaller nodes `Halves` finds exactly the states that `explore` finds by a visit of each."""
     small = Small(pods=pods, claims=claims, crashes=crashes, damage=damage)
     halves = Halves(small)
     found = halves.explore(start(*BOTH))
@@ -198,13 +198,13 @@ SMALLEST: dict[str, dict[str, Any]] = {
     "holder: pod UIDs": {"pods": 2, "claims": 0, "faults": ("force",)},
     "claims: processes": {"pods": 1, "faults": ("claims",)},
 }
-"""What a node must have for a mutation to do harm; a pod, a claim and no fault unless given."""
+"""What a node must have so that a mutation does harm; if not given, one pod, one claim and no faults."""
 
 
 @exploration
 @pytest.mark.parametrize("what", MUTATIONS)
 def test_without_a_rule_or_some_evidence_the_model_finds_the_double_allocation(what: str) -> None:
-    """Each is needed, and the model notices; evidence that is too old has a device offered on both sides."""
+    """Without any one rule or kind of evidence the model finds a device with two holders, or offered to both sides."""
     options: dict[str, Any] = {"pods": 1, "claims": 1, "faults": (), **SMALLEST.get(what, {})}
     side = State.DRA if what.startswith(("Prepare", "commit to the plugin", "claims", "the question")) else State.PLUGIN
     old = what.endswith("after the move began")
@@ -223,7 +223,7 @@ RULES = ["grant without a pod", "Allocate", "Prepare", "commit to DRA", "commit 
 @exploration
 @pytest.mark.parametrize("what", RULES if AT_LENGTH else RULES[:1])
 def test_without_a_rule_two_devices_come_to_harm_too(what: str) -> None:
-    """Halves do not hide the double allocation."""
+    """Without a rule, the exploration by halves finds the double allocation, too."""
     small = Small(pods=1, claims=1, crashes=False, faults=())
     with without(what):
         halves = Halves(small, small.through_both)

@@ -1,4 +1,4 @@
-"""A whole agent without its sockets, through random configurations, lists, claims, hooks and losses; and as planned."""
+"""A whole agent without sockets, in random walks and in planned sequences of configs, lists, claims, hooks, losses."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TestWalk = pytest.mark.explore(Walk.TestCase)
 
 @contextlib.contextmanager
 def walking(**config: Setting) -> Iterator[Walk]:
-    """Begin with resources R and S as configured, and all that follows by itself; leave it alone in the end."""
+    """Start an agent with resources R and S as configured, and offer devices; at the end, all must come to rest."""
     walk = Walk()
     try:
         walk.first({{"r": R, "s": S}[name]: setting for name, setting in config.items()})
@@ -41,7 +41,7 @@ def walking(**config: Setting) -> Iterator[Walk]:
 
 
 def every_name_of_the_hardware_is_asked_for() -> None:
-    """Two pods share the hardware h0 through R; other pods request h0 through S, with an older list of S."""
+    """Two pods share the hardware h0 through R; other pods request h0 through S, as an old list of S offers it."""
     with walking(r=Setting("", 2), s=Setting("", 2)) as walk:
         for _ in range(2):
             walk.pod_starts_well(R, 0)
@@ -54,7 +54,7 @@ def every_name_of_the_hardware_is_asked_for() -> None:
 
 
 def a_claim_of_a_former_driver_comes_late() -> None:
-    """The scheduler chose a device of E for a claim, and writes it after the device went to D and has a claim there."""
+    """A claim for a device of driver E is allocated late, when the device went to driver D and has a claim there."""
     with walking(r=Setting(E, 1, 2)) as walk:
         walk.scheduler_chooses(E, 0)
         (late,) = walk.outside.claims.values()
@@ -71,7 +71,7 @@ def a_claim_of_a_former_driver_comes_late() -> None:
 
 
 def a_device_goes_on_to_another_driver() -> None:
-    """While a pod by limits keeps one device of E, the other goes on to D, and a late claim of E comes for it."""
+    """While a pod by limits keeps one device of driver E, the other goes to driver D; a late claim of E requests it."""
     with walking(r=Setting(E, 1, 2)) as walk:
         walk.claim_starts_well(E, 0, limits=True)
         walk.scheduler_chooses(E, 1)
@@ -87,7 +87,7 @@ def a_device_goes_on_to_another_driver() -> None:
 
 
 def a_list_says_other_replicas_of_what_is_held() -> None:
-    """Two pods share a device, and then its list says one replica; and the reverse."""
+    """Two pods share a device; then the list has one replica of it, and one more pod starts."""
     with walking(r=Setting("", 2)) as walk:
         for _ in range(2):
             walk.pod_starts_well(R, 0)
@@ -97,7 +97,7 @@ def a_list_says_other_replicas_of_what_is_held() -> None:
 
 
 def a_list_says_other_replicas_during_an_allocate() -> None:
-    """The kubelet's list keeps the id that is being given out."""
+    """The replicas of a device change during an Allocate: the list still has the id of this Allocate."""
     with walking(r=Setting("", 3)) as walk:
         walk.list_says_other_replicas("a", 1)
         walk.list_is_sent(R)
@@ -112,7 +112,7 @@ def a_list_says_other_replicas_during_an_allocate() -> None:
 
 
 def a_reload_says_other_replicas_of_what_is_held() -> None:
-    """A pod has one of two replicas; then the configuration has one replica, then three."""
+    """A pod has one of two replicas; then the config has one replica, and later three."""
     with walking(r=Setting("", 2)) as walk:
         walk.pod_starts_well(R, 0)
         for replicas in (1, 3):
@@ -122,7 +122,7 @@ def a_reload_says_other_replicas_of_what_is_held() -> None:
 
 
 def a_hook_does_not_end() -> None:
-    """`released` of a device's last pod hangs; other pods come, also through another name of the hardware."""
+    """After a pod's end `released` hangs for its device; other pods request the hardware by all its names."""
     with walking(r=Setting("", 1)) as walk:
         walk.pod_starts_well(R, 0)
         walk.agent_scans()
@@ -143,7 +143,7 @@ def a_hook_does_not_end() -> None:
 
 
 def a_claim_is_allocated_anew() -> None:
-    """A claim is allocated again while its former pod still runs here; its next pod gets another device."""
+    """A claim is allocated another device for its next pod, while its former pod still runs on this node."""
     with walking(r=Setting(D, 1, 2)) as walk:
         walk.claim_starts_well(D, 0)
         walk.claim_is_allocated_elsewhere(0, D, 1)
@@ -155,7 +155,7 @@ def a_claim_is_allocated_anew() -> None:
 
 
 def another_vendor_has_the_hardware() -> None:
-    """A claim of another vendor's driver has our hardware, by its device node."""
+    """A claim of another vendor's driver has hardware of the agent, seen by its device node; pods request it."""
     with walking(r=Setting("", 1)) as walk:
         walk.foreign_claim("h0")
         for _ in range(2):
@@ -166,7 +166,7 @@ def another_vendor_has_the_hardware() -> None:
 
 
 def another_vendor_has_our_names() -> None:
-    """A claim of another vendor's driver has a device with the name of one of the agent's; no device is lost."""
+    """A claim of another vendor's driver has a device named like one of the agent's; the agent still offers its own."""
     with walking(r=Setting(D, 1, 1)) as walk:
         walk.foreign_claim()
         walk.pod_starts_well(R, 0)
@@ -176,9 +176,9 @@ def another_vendor_has_our_names() -> None:
 
 
 def the_register_is_lost_with(*more: str) -> Callable[[], None]:
-    """Return a walk in which a pod and a claim run while the agent loses its register, and the driver its name.
+    """Return a plan: a pod and a claim hold devices while the agent loses its register, and the driver is renamed.
 
-    The pod was deleted by force before. Others ask for what there is, by all its names.
+    The pod was deleted by force before. Then other pods and claims request the hardware by all its names.
     """
 
     def lost() -> None:
@@ -203,7 +203,7 @@ def the_register_is_lost_with(*more: str) -> Callable[[], None]:
 
 
 def the_checkpoint_is_lost_before_a_scan() -> None:
-    """The kubelet loses its checkpoint before a scan has recorded the pod, and other pods request its device."""
+    """The kubelet loses its checkpoint before a scan has recorded a pod, and other pods request the pod's device."""
     with walking(r=Setting("", 1)) as walk:
         walk.pod_starts_well(R, 0)
         walk.kubelet_loses_its_checkpoint()
@@ -214,7 +214,7 @@ def the_checkpoint_is_lost_before_a_scan() -> None:
 
 
 def a_driver_goes_before_its_lost_names_are_known() -> None:
-    """The register is lost, and the resource gets another driver before the names in the slices are read."""
+    """The register is lost, and the resource gets another driver before the agent reads the names in the slices."""
     with walking(r=Setting(E, 1, 1)) as walk:
         assert walk.outside.slices[E].there
         walk.agent_is_killed()
@@ -243,7 +243,7 @@ PLANS: dict[str, Callable[[], None]] = {
 
 
 def test_a_device_that_comes_back_is_given_to_nobody_before_the_evidence_was_read() -> None:
-    """A device that returns is not offered before the agent has compared the evidence: it may have a holder."""
+    """A device that is plugged in again is offered only after the agent has looked for a holder of it."""
     with walking(r=Setting(D, 1, 0)) as walk:
         walk.kubelet_writes_when_asked(prompt=True)
         walk.device_is_plugged((R, "a"), there=False)
@@ -264,13 +264,13 @@ def test_a_device_that_comes_back_is_given_to_nobody_before_the_evidence_was_rea
 
 @pytest.mark.parametrize("what", PLANS)
 def test_what_happens_as_planned_harms_nobody(what: str) -> None:
-    """At no step does a piece of hardware have too many holders, and at rest no device is lost."""
+    """At no step of a plan does hardware have too many holders, and in the end all devices are offered again."""
     PLANS[what]()
 
 
 @pytest.mark.parametrize("what", WALKS)
 def test_without_what_a_plan_needs_it_comes_to_harm(what: str) -> None:
-    """Each is needed, and the model notices."""
+    """Without the rule or evidence that a mutation switches off, the plan fails, so the model notices its absence."""
     plan, replacements, harm = WALKS[what]
     with patched(replacements), pytest.raises(AssertionError, match=harm):
         PLANS[plan]()

@@ -1,7 +1,7 @@
-"""A node on which configuration, listings, losses and starts come in any order: random, or as a test requests.
+"""A walk: steps of one node (requests, lists, changes of the config, losses, starts), random or chosen by a test.
 
-Concurrent work of the agent runs in tasks that wait at each step of the ledger and of the API server until the walk
-lets them go on. The holders of a device are the running containers (`tests.model.outside`).
+Concurrent work of the agent runs in tasks. A task waits at each step of the ledger and of the API server until the walk
+lets it go on. The holders of a device are the containers that run with it (`tests.model.outside`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tests.model.outside import LISTS, Claim, Container, D, E, Outside, Pod, R, 
 
 MEMORY: Final = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 TURNS: Final = 60
-"""The number of turns of the event loop after which every task waits."""
+"""The number of turns of the event loop after which every task certainly waits."""
 SETTINGS: Final = st.builds(
     Setting,
     st.sampled_from([D, D, E, ""]),
@@ -53,12 +53,12 @@ LOSSES: Final = st.sampled_from(
         frozenset({"register", "copy"}),
     ]
 )
-"""Records that are lost while no agent runs; of the records that name holders, at least one always remains."""
+"""Sets of records that are lost together while no agent runs; at least one record of each holder always remains."""
 SOME: Final = st.integers(0, 5)
 
 
 class Walk(RuleBasedStateMachine):
-    """The walk. life: None while no agent runs."""
+    """A random walk. life: the running agent (`tests.model.life.Life`), None while no agent runs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ class Walk(RuleBasedStateMachine):
         self.work = [one for one in self.work if not one[1].done()]
 
     def begin(self, what: str, coroutine: Coroutine[Any, Any, None]) -> None:
-        """Begin a task, unless a task of this name runs."""
+        """Begin a task, unless a task with this name is running."""
         if any(name == what for name, _ in self.work):
             coroutine.close()
             return
@@ -121,7 +121,7 @@ class Walk(RuleBasedStateMachine):
         self.turn()
 
     def finish(self) -> None:
-        """Let all running tasks end."""
+        """Let all running tasks go on until they end."""
         for _ in range(500):
             if not self.outside.gate.waiting:
                 self.turn()
@@ -131,7 +131,7 @@ class Walk(RuleBasedStateMachine):
             self.turn()
 
     def do(self, what: str, coroutine: Coroutine[Any, Any, None]) -> None:
-        """Run a task from begin to end."""
+        """Begin a task, and let all running tasks end."""
         self.begin(what, coroutine)
         self.finish()
 
@@ -154,7 +154,7 @@ class Walk(RuleBasedStateMachine):
         self.start()
 
     def start(self) -> None:
-        """Start an agent; its work before it serves is not interrupted."""
+        """Start an agent; until it serves, no other step comes in between."""
         self.begun = True
         self.outside.gate.open = True
         self.life = Life(self.outside, self.config)
@@ -168,7 +168,7 @@ class Walk(RuleBasedStateMachine):
         self.here.die()
         self.life, self.work, self.outside.gate.waiting = None, [], []
         self.sent, self.outside.registered = {}, dict.fromkeys(self.outside.registered, frozenset[str]())
-        for _, done in self.outside.hooks:  # the hooks belonged to the agent
+        for _, done in self.outside.hooks:  # the hooks ran in the agent's process
             done.set()
         for pod in self.outside.pods:
             if pod.at == "busy":
@@ -304,7 +304,7 @@ class Walk(RuleBasedStateMachine):
     @precondition(lambda self: self.life is not None)
     @rule(rounds=st.integers(1, 3))
     def all_goes_well_for_a_while(self, rounds: int = 3) -> None:
-        """The agent does all its periodic work, while pods and claims do not change."""
+        """The agent does all its periodic work some times, while pods and claims do not change."""
         self.outside.prompt = True
         for _ in range(rounds):
             self.finish()
@@ -318,7 +318,7 @@ class Walk(RuleBasedStateMachine):
                 self.list_is_sent(resource)
         self.outside.prompt = False
 
-    # The plugin side's kubelet.
+    # The kubelet and its pods with limits.
 
     @precondition(lambda self: self.life is not None)
     @rule(resource=st.sampled_from([R, S]), received=st.booleans())
@@ -386,7 +386,7 @@ class Walk(RuleBasedStateMachine):
     @precondition(lambda self: len(self.outside.drafts) < 2)
     @rule()
     def checkpoint_is_made_up(self) -> None:
-        """One of the kubelet's two writers has composed a checkpoint and writes the file later."""
+        """The kubelet composes the contents of a checkpoint now, and writes the file later."""
         self.outside.drafts.append(self.outside.made_up())
 
     @precondition(lambda self: self.outside.drafts)
@@ -409,7 +409,7 @@ class Walk(RuleBasedStateMachine):
     @precondition(lambda self: self.life is not None)
     @rule(resource=st.sampled_from([R, R, S]), index=SOME)
     def pod_starts_well(self, resource: str = R, index: int = 0) -> None:
-        """A pod starts, with nothing in between its steps."""
+        """A pod with a limit starts, and no other step comes in between."""
         self.list_is_sent(resource)
         self.kubelet_chooses(resource, index)
         self.allocate_arrives()
@@ -432,14 +432,14 @@ class Walk(RuleBasedStateMachine):
             there[index % len(there)].memory = False
 
     def recorded(self, pod: Pod) -> bool:
-        """Return whether a scan has recorded a pod as a holder."""
+        """Return whether the ledger has a pod as a holder, because a scan has found it."""
         if self.life is None or self.life.ledger is None:
             return False
         one = self.life.ledger.snapshot.allocations.get((pod.resource, pod.device_id))
         return one is not None and (pod.uid, "c") in one.holders
 
     def unlisted(self) -> bool:
-        """Return whether a pod was granted its device and neither checkpoint nor register names it yet."""
+        """Return whether there is a pod that was granted a device and that neither checkpoint nor ledger names yet."""
         return any(
             pod.at in {"busy", "answered"}
             or (pod.at == "admitted" and not (self.outside.names(pod) or self.recorded(pod)))
@@ -473,7 +473,7 @@ class Walk(RuleBasedStateMachine):
             self.life.hang_up()
 
     def kubelet_loses_its_checkpoint(self) -> None:
-        """The kubelet restarts without its checkpoint and the agent registers again, perhaps before a scan."""
+        """The kubelet restarts without its checkpoint, and the agent registers again, perhaps before its next scan."""
         self.outside.checkpoint = CheckpointVersion(frozenset(), {})
         for pod in self.outside.pods:
             pod.memory = False
@@ -501,7 +501,7 @@ class Walk(RuleBasedStateMachine):
     @precondition(lambda self: self.outside.server_up)
     @rule(index=SOME, driver=st.sampled_from([D, D, E]), device=SOME)
     def claim_is_allocated_elsewhere(self, index: int = 0, driver: str = D, device: int = 0) -> None:
-        """A claim is deallocated while its old pod may run here, and is allocated again for a new pod."""
+        """A claim is allocated another device for a new pod, while its old pod may still run on this node."""
         there = self.outside.slices[driver].there if driver in self.outside.slices else {}
         claims = [one for one in self.outside.claims.values() if one.allocated and one.node != "busy"]
         if not claims:
@@ -517,7 +517,7 @@ class Walk(RuleBasedStateMachine):
     @precondition(lambda self: self.life is not None)
     @rule(index=SOME, end=st.booleans())
     def kubelet_prepares(self, index: int = 0, end: bool = True) -> None:
-        """Also for a prepared claim: a restarted kubelet prepares again, for the pod that uses the claim now."""
+        """The kubelet prepares a claim, or prepares it again, as after a restart, for the pod that uses it now."""
         nodes = {"none", "prepared", "stopped"}
         ready = [one for one in self.outside.claims.values() if one.allocated and one.node in nodes]
         if ready:
@@ -555,7 +555,7 @@ class Walk(RuleBasedStateMachine):
     @precondition(lambda self: self.life is not None and self.outside.server_up)
     @rule(driver=st.sampled_from([D, D, E]), index=SOME)
     def claim_starts_well(self, driver: str = D, index: int = 0, *, limits: bool = False) -> None:
-        """A claim starts, with nothing in between its steps."""
+        """A pod with a claim starts, and no other step comes in between."""
         before = set(self.outside.claims)
         self.scheduler_chooses(driver, index, limits=limits)
         self.scheduler_writes()
@@ -583,7 +583,7 @@ class Walk(RuleBasedStateMachine):
 
     @rule(index=SOME)
     def pod_with_claim_is_deleted_by_force(self, index: int = 0) -> None:
-        """The kubelet forgets the pod and unprepares its claim, while its container runs."""
+        """The kubelet forgets a pod with a claim, whose container runs on; later it unprepares the claim."""
         there = [one for one in self.outside.claims.values() if one.node == "prepared"]
         if there:
             there[index % len(there)].pods.clear()
@@ -598,7 +598,7 @@ class Walk(RuleBasedStateMachine):
             del self.outside.slices[driver]
 
     def state_is_lost(self) -> None:
-        """Lose the kubelet's claim state; it begins with an empty one."""
+        """Lose the kubelet's claim state; the kubelet begins with an empty one."""
         for claim in self.outside.claims.values():
             if claim.node != "busy":
                 claim.named, claim.node, claim.answer = False, "none", None
@@ -631,7 +631,7 @@ class Walk(RuleBasedStateMachine):
     @precondition(lambda self: self.outside.server_up)
     @rule(index=SOME)
     def claim_goes(self, index: int = 0) -> None:
-        """A claim is deleted in any state: also by force, while its container runs."""
+        """A claim is deleted in any state, even while a container with it runs (after a deletion by force)."""
         there = [claim for claim in self.outside.claims.values() if claim.exists]
         if there:
             claim = there[index % len(there)]
@@ -643,11 +643,11 @@ class Walk(RuleBasedStateMachine):
     def api_server(self, up: bool) -> None:
         self.outside.server_up = up
 
-    # Other vendors and hooks.
+    # Claims of another vendor's driver, and hooks that hang.
 
     @rule(hardware=st.sampled_from(["", "", "h0", "h1"]))
     def foreign_claim(self, hardware: str = "") -> None:
-        """Another vendor's claim for a device with a name of the agent's devices, perhaps the same hardware."""
+        """Another vendor's driver prepares a claim for a device named like the agent's, perhaps the same hardware."""
         if len(self.outside.foreign) > 1 or (hardware and (self.work or self.asked_for(hardware))):
             return
         self.outside.foreign[self.outside.new_pod(old=True)] = hardware
@@ -655,7 +655,7 @@ class Walk(RuleBasedStateMachine):
         self.outside.write_state()
 
     def asked_for(self, hardware: str) -> bool:
-        """Return whether a pod or claim of the agent has, or may be about to get, a piece of hardware."""
+        """Return whether a pod, claim or hook of the agent has this hardware, or may be about to get it."""
         held = any(of == hardware for of, _, _ in self.outside.holders())
         pods = any(pod.at != "over" for pod in self.outside.pods)
         return (
@@ -689,7 +689,7 @@ class Walk(RuleBasedStateMachine):
         return self.outside.wrong() or self.problem or self.doubled_offer()
 
     def doubled_offer(self) -> str:
-        """Return which device is offered twice; "" if none is, or the ledger was lost."""
+        """Return which device is offered twice, "" if none is; after a loss of the ledger this is not checked."""
         if self.damaged:
             return ""
         shown: dict[tuple[str, str], list[str]] = {}
@@ -715,7 +715,7 @@ class Walk(RuleBasedStateMachine):
     # What must happen in the end.
 
     def leave_alone(self) -> None:
-        """End all pods, claims and faults, with a plain configuration; then no device may be lost."""
+        """End all pods, claims and faults, and set a plain config; then all devices must come to be offered again."""
         self.outside.server_up, self.outside.prompt, self.outside.disk_fails = True, True, 0
         self.outside.drafts.clear()
         self.hooks_hang(stuck=False)
@@ -747,7 +747,7 @@ class Walk(RuleBasedStateMachine):
             self.time_passes()
             for uid, claim in list(self.outside.claims.items()):
                 unknown = claim.answer is None and claim.driver not in self.here.drivers
-                if claim.node == "none" or unknown:  # a claim that its driver never prepared and that nothing names
+                if claim.node == "none" or unknown:  # its driver never prepared this claim, and nothing names it
                     del self.outside.claims[uid]
             self.nothing_is_wrong()
             if not (what := self.unrested(share)):
@@ -756,7 +756,7 @@ class Walk(RuleBasedStateMachine):
         raise AssertionError(f"not at rest: {what}: {self.here.agent.register.snapshot}")
 
     def unrested(self, share: int) -> str:
-        """Return which device, claim or allocation is not at rest; "" if none."""
+        """Return which device is not offered as configured, or which claim or allocation is left; "" if none."""
         slices = {
             driver: sorted(entry.key[1] for entry in mine.there.values())
             for driver, mine in self.outside.slices.items()
@@ -777,5 +777,5 @@ class Walk(RuleBasedStateMachine):
 
 
 def replace_ended(pod: Pod) -> Pod:
-    """Return the pod as ended and forgotten by the kubelet."""
+    """Return the pod as one that has ended and that the kubelet has forgotten."""
     return replace(pod, at="over", memory=False)

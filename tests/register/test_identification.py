@@ -30,7 +30,7 @@ R, BOOT = "example.com/stick", "1"
 
 
 def at(number: int, serial: str, place: str, *, port: bool = False) -> Tokens:
-    """Return the tokens of a USB device with this number of its node. port: the device is identified by its port."""
+    """Return the tokens of a USB device whose node has this number. port: the device is identified by its port."""
     tokens = {f"char:188:{number}", f"hardware:usb:1:2:{serial}#tty", f"place:usb:{place}#tty"}
     return frozenset(tokens | {f"port:/dev/by-path/{place}"} if port else tokens)
 
