@@ -46,7 +46,7 @@ EACH = {
     ("ConfigMap", "config"): "groups",
     ("DaemonSet", ""): "groups",
 }
-"""Repeated objects, by kind and condition: the name of the value whose list has an entry for each repetition."""
+"""By kind and condition of a repeated object: the name of the value whose list has an entry for each repetition."""
 OWN_VALUES = {"attribute", "canonical", "class_name", "driver", "extended_resource_name", "tenant", "hard"}
 OPTIONAL = {
     "affinity": "affinity",

@@ -87,7 +87,7 @@ def run(command: str, directory: Path, environment: dict[str, str]) -> str:
 
 
 def with_outputs(page: str, outputs: dict[int, str]) -> str:
-    """Return the page with the output of its commands, by the line of the command."""
+    """Return the page with these outputs in place of its own. outputs: by the index of the command's line."""
     lines, inside = [], False
     for number, line in enumerate(page.splitlines()):
         if line.startswith("$ ") or line == "```":

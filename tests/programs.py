@@ -30,7 +30,7 @@ DEADLINE = 120.0
 
 
 def tool(program: str) -> pytest.MarkDecorator:
-    """Return a mark for a test that runs a program of `build.TOOLS`; outside CI, it skips if the program is missing."""
+    """Return a mark for a test that runs a program of `build.TOOLS`: skip it outside CI if the program is missing."""
     there = (build.cache_directory() / f"{program}-{build.TOOLS[program].version}").exists()
     return pytest.mark.skipif(
         not there and "CI" not in os.environ, reason=f"`python -m tests.cluster.build {program}` builds {program}"

@@ -36,7 +36,7 @@ SECTIONS: Final = {
 
 
 def known_families() -> list[Metric]:
-    """Return all families that an agent may have."""
+    """Return all metric families that an agent may have."""
     vendor = VendorConnection(connected=True, since=1.0)
     still = Still(resource("a", held={"a": [PodContainer("n", "p", "c")]}, refusals={"unhealthy": 1}, vendor=vendor))
     still.providers.append(status_of(bridge()))

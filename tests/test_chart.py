@@ -121,7 +121,7 @@ HOW = {
 
 @helm_is_there
 def test_groups() -> None:
-    """Each group has a DaemonSet and ConfigMap of its own; rights and policies are common to all groups."""
+    """Each group of nodes has a DaemonSet and ConfigMap of its own; all groups have common rights and policies."""
     found = by_name(rendered({"groups": GROUPS}))
     configs = {name: parse(json.dumps(group["config"])) for name, group in GROUPS.items()}
     together = Config(resources=tuple(one for config in configs.values() for one in config.resources))
@@ -161,7 +161,7 @@ def test_what_a_pod_gets_beyond_the_config() -> None:
 
 @helm_is_there
 def test_what_other_charts_have() -> None:
-    """Affinity, resources, update strategy, labels, annotations, arguments and env are values, also of a group."""
+    """Affinity, resources, update strategy, labels, annotations, arguments and env can be set, also for a group."""
     affinity: Object = {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [{}]}}}
     values: Object = {
         "affinity": affinity,

@@ -69,11 +69,11 @@ async def in_flight(watch: Watch) -> Watch:
 
 
 async def until_looked_at(watch: Watch, renew: float = filewatch.RENEW) -> None:
-    """Wait until each directory was looked at once more, and take all hints. renew: the value of `RENEW` meanwhile."""
+    """Wait until the watcher has checked each directory once more, and take all hints. renew: `RENEW` meanwhile."""
     await in_flight(watch)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(filewatch, "RENEW", renew)
-        for _ in range(2):  # a look that is under way may have begun before
+        for _ in range(2):  # a check that is under way may have begun before
             looks = {place: place.next_look for place in watch.places.values()}
             async with asyncio.timeout(LONG):
                 while any(place.next_look == look for place, look in looks.items()):
@@ -199,7 +199,7 @@ async def test_directory_that_is_made_again(watching: Watching, directory: Path)
 async def test_directory_that_is_replaced_between_looks(
     watching: Watching, directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A directory that is replaced by another of the same name is watched after the next look."""
+    """A directory that is replaced by another of the same name is watched after the next periodic check."""
     monkeypatch.setattr(filewatch, "CHECK", 0.0)
     watch = await in_flight(watching(directory))
     directory.rename(tmp_path / "old")

@@ -1,4 +1,7 @@
-"""Reads of files in threads: their deadlines, limits, and what goes on while one hangs."""
+"""Reads of files in threads: their deadlines, limits, and what goes on while one hangs.
+
+A subject is a directory, or the devices of a resource; the threads of each subject are limited separately.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +83,7 @@ async def test_threads_of_a_subject_are_bounded() -> None:
 
 
 async def test_a_result_that_is_late_is_awaited() -> None:
-    """`until_answered` says that it hangs, and gives the result when it comes."""
+    """`until_answered` reports a read that hangs, and returns the result when the read ends."""
     gate, subject = Gate(), Looks("files")
     waiting = asyncio.create_task(subject.until_answered("list", gate, "/late", timeout=0.01))
     async with asyncio.timeout(60):
@@ -92,7 +95,7 @@ async def test_a_result_that_is_late_is_awaited() -> None:
 
 
 async def test_an_error_is_the_callers() -> None:
-    """An exception of the function is raised in the caller, and later reads work."""
+    """An exception that a read raises is raised in its caller, and later reads work."""
     subject = Looks("files")
     for _ in range(2):
         with pytest.raises(FileNotFoundError):

@@ -53,7 +53,7 @@ def test_project_has_one_address() -> None:
 
 
 def test_version_is_set_everywhere(tmp_path: Path) -> None:
-    """Each file that cannot read the version has it, and one command sets all of them."""
+    """Each file of `version.FILES` has the present version, and one command sets it in all of them."""
     assert "\nversion = attr: deviceplugin.version.VERSION\n" in (ROOT / "setup.cfg").read_text()
     assert {name: set(those) for name, those in version.found().items()} == {key: {VERSION} for key in version.FILES}
     for name in version.FILES:

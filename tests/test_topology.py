@@ -39,7 +39,7 @@ def sims(*numbers: int) -> list[str]:
 
 
 def scores(count: int, level: Callable[[int, int], float]) -> Scores:
-    """Scores of gpu0, gpu1 and so on. level: returns the score of two numbers, the lower first."""
+    """Scores of pairs of gpu0, gpu1 and so on. level: returns the score of two numbers, the lower first."""
     return {frozenset((f"gpu{one}", f"gpu{other}")): level(one, other) for one, other in combinations(range(count), 2)}
 
 
@@ -194,7 +194,7 @@ class TestPreferred:
         )
 
     def test_the_best_fit_is_taken(self) -> None:
-        """A pair is taken where a pair is left, and a single device from a broken pair."""
+        """Two devices are taken from a pair whose neighbours are gone, and a single device from a broken pair."""
         score = TOPOLOGIES["2 sockets"][1]
         assert preferred(gpus(0, 1, 2, 3, 4, 5), (), 2, score) == gpus(4, 5)
         assert preferred(gpus(0, 1, 2, 3, 4, 6, 7), (), 1, score) == gpus(4)
@@ -265,7 +265,7 @@ class TestPreferred:
         assert preferred("abc", (), 2, {frozenset("ab"): 1e-9, frozenset("bc"): 2e-9}) == ["b", "c"]
 
     def test_the_shortcuts_change_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The search with and without shortcuts for single sets gives the same result."""
+        """The search gives the same result if it gives up its shortcut at once (`BUDGET` is its limit of steps)."""
         cases = [(name, size) for name in ("16 in a torus", "16 on 4 switches", "DGX-1V") for size in (1, 2, 3, 4)]
         quick = [preferred(gpus(*range(15)), ["gpu3"][: size - 1], size, TOPOLOGIES[name][1]) for name, size in cases]
         monkeypatch.setattr(topology, "BUDGET", -1)

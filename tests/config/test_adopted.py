@@ -18,7 +18,7 @@ def text(name: str, more: str = "", plugin: str = "") -> str:
 
 
 def test_a_plugin_serves_claims_where_that_is_known() -> None:
-    """A plugin may serve claims if it is known that it can, or if the file says `claims: true`."""
+    """A vendor's plugin may serve claims if it is known to support that, or if the file says `claims: true`."""
     parse(text("nvidia.com/gpu", BOTH))
     parse(text("nvidia.com/mig-1g.10gb", BOTH))
     parse(text("vendor.example/gadget"))
@@ -30,7 +30,7 @@ def test_a_plugin_serves_claims_where_that_is_known() -> None:
 
 
 def test_a_plugin_that_serves_no_claims_is_refused_with_the_reason() -> None:
-    """A plugin that is known to serve no claims is refused with the reason, also with `claims: true`."""
+    """A driver for a plugin that is known to serve no claims is refused with the reason, also with `claims: true`."""
     parse(text("akri.sh/camera"))
     for plugin in ("", "claims: true"):
         (problem,) = problems(text("akri.sh/camera", BOTH, plugin))

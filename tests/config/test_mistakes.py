@@ -26,7 +26,7 @@ from tests.config.files import WHOLE, problems, refused
         ("probe: open", "probe", "write `health: {probe: open}`"),
         ("groups: []", "groups", "of another device plugin, whose settings `deviceplugin import` converts"),
         ("resources: []", "resources", "it is a key of $; indent it like the other keys of that"),
-        # what other programs take
+        # forms that other programs accept
         ("health: {period: 30s}", "health.period", "write 30, the number of seconds"),
         ("health: {period: 2m}", "health.period", "write 120, the number of seconds"),
         ("health: {probe: /opt/x -v}", "health.probe", "write {command: [/opt/x, -v]}"),

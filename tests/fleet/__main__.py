@@ -336,7 +336,7 @@ def of_commands(options: argparse.Namespace) -> list[Limit]:
 
 
 def node(options: argparse.Namespace) -> list[Limit]:
-    """Run 10,000 pods (`--pods`) on one node of the fakes."""
+    """Run 10,000 pods (`--pods`) on one fake node."""
     found = one_node.measure(options.pods)
     parts.show(found)
     page.write({"node": one_node.section(found)})

@@ -117,7 +117,7 @@ class Pods:
         wait_for(lambda: self.found()["ran"].keys() >= set(names), TIMEOUT, f"{len(names)} pods run")
 
     def wait_none(self, begin: str = "") -> None:
-        """Wait until there are no pods whose names begin so."""
+        """Wait until there are no pods whose names begin with `begin`."""
 
         def left() -> list[str]:
             names = [body["metadata"]["name"] for body in self._api.list("Pod", NAMESPACE, "v1")]
@@ -248,7 +248,7 @@ def limits(found: Sequence[Load]) -> list[Limit]:
 
 
 def section(found: Sequence[Load]) -> str:
-    """Return the section of the page."""
+    """Return the section of docs/scale.md about the loads."""
     head = ("load", "pods", "a second", "s until a pod runs: median", "90 %", "99 %", "requests of agents for a pod")
     rows = [
         (

@@ -197,7 +197,7 @@ class Loop:
 
 @pytest.fixture(autouse=True)
 def unshared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Render an answer for each request."""
+    """Turn off the reuse of answers: the server renders an answer for each request."""
     monkeypatch.setattr(web, "LIFETIME", 0.0)
     monkeypatch.setattr(web, "LIFETIME_FACTOR", 0)
 

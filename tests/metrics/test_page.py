@@ -75,7 +75,7 @@ class Bridge:
 
 
 def busy() -> tuple[Still, Observer]:
-    """An agent with some of each state."""
+    """An agent with a shared and held device, an unhealthy device, and a moving device of unknown health."""
     holders = {f"a::{n}": [PodContainer("team", f"train-{n}", "main")] for n in range(6)}
     still = Still(
         resource(

@@ -53,20 +53,20 @@ class TestHolders:
         assert view.holders_known
 
     def test_a_shared_device_has_many_holders(self) -> None:
-        """Each container with a replica is one holder, also with two replicas."""
+        """Each container with replicas of a device is one holder of the device, also with two replicas."""
         other = PodContainer("team", "serve", "main")
         held = {"a::0": [MAIN], "a::1": [other], "a::3": [MAIN]}
         view = Still(resource("a", held=held, replicas=4)).observer().view()
         assert [hold.pod for hold in holders(view)] == ["serve", "train"]
 
     def test_devices_of_a_source_may_be_shared_differently(self) -> None:
-        """The number of replicas of each device is the inventory's."""
+        """Each device in the view has its number of replicas from the inventory."""
         one = resource("a", "b", "c", replicas=4)
         still = Still(replace(one, snapshot=replace(one.snapshot, replicas={"a": 4, "b": 1, "c": 4})))
         assert [seen.replicas for seen in still.observer().view().resources[0].devices] == [4, 1, 4]
 
     def test_holders_are_unknown_when_the_checkpoint_is_old(self) -> None:
-        """Without a scan, or with an old one, holders are unknown."""
+        """Without a scan, or with an old scan, holders are unknown."""
         still = Still(resource("a", held={"a": [MAIN]}))
         observer = still.observer()
         for scanned_at in (None, time.monotonic() - HOLDERS_STALE - 1):

@@ -200,7 +200,7 @@ def test_level_is_a_floor() -> None:
 
 
 def test_setup_replaces_what_was_set_up() -> None:
-    """After a second setup each line is written once."""
+    """After logging was set up twice, each line is written once."""
     out = io.StringIO()
     logs.setup("text", "info", out)
     logs.setup("json", "info", out)

@@ -290,7 +290,7 @@ def test_single_gives_nothing_out_of_unequal_partitions(gpus: FakeGpus) -> None:
 
 
 def test_mixed_keeps_whole_gpus_and_leaves_partitions_to_their_profiles(gpus: FakeGpus) -> None:
-    """mig: mixed lists GPUs without MIG mode; a profile lists its partitions."""
+    """mig: mixed lists GPUs without MIG mode; an entry with a profile lists the partitions of that profile."""
     gpus.gpu(0)
     whole = gpus.gpu(1)
     small, large = gpus.partition(0, 0, "1g.5gb"), gpus.partition(0, 1, "3g.20gb")
