@@ -58,7 +58,7 @@ class Listed(DeviceSource):
         self.lists.put_nowait([one if isinstance(one, Device) else self.device(one, **fields) for one in devices])
 
     def device(self, name: str, **fields: Any) -> Device:
-        """Return a device whose id is in the name of a variable of its container."""
+        """Return a device. Its container gets a variable with the device's id in its name."""
         identity = {"identity": f"serial:{name}"} if self.tokens else {}
         return Device(name, **{"edits": ContainerEdits({f"{SAYS}{name}": "1"}), **identity, **fields})
 

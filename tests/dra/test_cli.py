@@ -268,7 +268,7 @@ def test_commands_of_the_other_program_are_named(command: str, capsys: pytest.Ca
 
 @pytest.mark.parametrize("argv", [["status"], ["run", "--config", "x"], ["migrate", "n1", "--driver", D, "--unset"]])
 def test_missing_extra_is_named(argv: list[str]) -> None:
-    """Without aiohttp every command that needs it names the extra, without a traceback."""
+    """Without aiohttp, each command that needs aiohttp names the extra that installs it, without a traceback."""
     code = f"import sys; sys.modules['aiohttp'] = None; from dra_bridge import cli; sys.exit(cli.main({argv!r}))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=WAIT, check=False)
     assert (done.returncode, done.stdout) == (2, "")

@@ -833,7 +833,7 @@ async def test_a_restart_answers_the_same_and_writes_lost_files_again(here: Serv
 
 
 async def test_after_a_reboot_devices_are_set_up_again(hooked: ServedDriver, source: Hooked) -> None:
-    """After a reboot a claim holds its device, and Prepare sets it up again (nvidia k8s-dra-driver-gpu#951)."""
+    """After a reboot a claim still holds its device, and Prepare sets the device up again (k8s-dra-driver-gpu#951)."""
     await hooked.give("1", "d0")
     source.calls.clear()
     after = await hooked.again(source, boot="2")
@@ -903,7 +903,7 @@ async def test_claims_that_went_away_while_the_agent_was_down_are_unprepared(
         ({"1"}, ENDED),  # the kubelet counts it as prepared, and will unprepare it
         (set[str](), PodProcesses(frozenset({"pod-uid"}))),  # the claim's finalizer was removed while its pod runs
         (set[str](), PodProcesses(None, frozenset({"pod-uid"}))),
-        (set[str](), PodProcesses()),  # it is not known whether its pod runs
+        (set[str](), PodProcesses()),  # it is not known whether the claim's pod runs
     ):
         assert await after.driver.reconciler.reconcile(named, pods) == {}
     assert await after.driver.reconciler.reconcile((), ENDED) == {"unprepared": ["1"]}
@@ -1521,7 +1521,7 @@ async def test_a_claim_whose_pods_processes_run_on_is_answered_as_unprepared_and
     here.claims.add(claim("1", result("d1")))
     assert f"processes of pod {pod} run" in str(await here.refusal("1"))
     assert here.async_ledger.snapshot.claims[D, "1"].held == {(R, "d0")}
-    # A running pod that the kubelet did not list is not recorded as a pod of the claim: it may not use the claim.
+    # The kubelet did not list this running pod: it is not known to use the claim, and is not recorded as its pod.
     assert here.async_ledger.snapshot.claims[D, "1"].pods == {"pod-uid"}
     del here.claims.claims["claim-1"]
     assert await here.driver.reconciler.reconcile((), PodProcesses(frozenset({pod})), pods.now.unlisted) == {}
@@ -1562,7 +1562,7 @@ async def test_a_prepared_claim_that_is_allocated_anew_is_prepared_anew(serve: S
         *((name, ["d1"]) for name in ("reset", "edits", "prepare")),
     ]
     assert here.async_ledger.snapshot.claims[D, "1"].pods == {"new"}
-    # The pod runs now: it does not wait for itself when it is prepared once more.
+    # The claim's own pod runs now: a repeated Prepare does not wait until this pod ends.
     pods.now = RunningPods(frozenset({"new"}))
     assert (await here.prepared("1")).devices == (device,)
     await here.prepared("2")

@@ -51,7 +51,7 @@ async def test_parts_of_one_device_move_together(node: FakeNode) -> None:
 
 
 async def test_a_claim_that_comes_for_a_part_has_all_of_them_move(node: FakeNode) -> None:
-    """For a claim for one part, all parts of a device move; it is prepared, and no part is offered until it ends."""
+    """For a claim for one part of a device all its parts move; no part is offered until the prepared claim ends."""
     async with on_node(node, *parts()) as here:
         await here.until(lambda: here.healthy() == {"w", "h0", "h1"})
         claim = here.allocate("c", D, here.names["h1"])

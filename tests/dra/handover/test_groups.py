@@ -28,7 +28,7 @@ def test_pairs_are_groups() -> None:
 
 
 def test_a_full_mesh_is_no_group() -> None:
-    """Devices that are all linked with each other, or that have no links, form no groups."""
+    """Devices that are all linked with each other alike, or that have no links, form no groups."""
     assert link_groups(GPUS, links({}, 1200.0)) == ()
     assert link_groups(GPUS, {}) == ()
 

@@ -190,7 +190,7 @@ async def test_a_share_that_is_forced_no_more_when_the_claims_are_listed(
 
 
 async def test_a_claim_that_comes_late_finds_its_device_at_another_try(tmp_path: Path) -> None:
-    """If no device is for claims, an idle device still moves to DRA for a claim, and returns after the claim's end."""
+    """If no device is to be for claims, an idle device still moves to DRA for a claim, and returns after its end."""
     outside = Outside()
     flow = await Flow.begin(tmp_path, outside, Source())
     outside.record("allocated", "1=a")
@@ -319,7 +319,7 @@ def test_parts_follow_the_first(tmp_path: Path) -> None:
 
 
 def test_a_claim_for_a_part_takes_all_along(tmp_path: Path) -> None:
-    """All parts of a device move for a claim for one part, also if the share asks for no devices on the DRA side."""
+    """All parts of a device move for a claim for one part, also if no device is to be for claims otherwise."""
     with DirectLedger(str(tmp_path / "ledger.db")) as store:
         store.do(adopt(R, ["a", "b"], Side.PLUGIN, 0.0))
         store.do(adopt(S, ["c"], Side.PLUGIN, 0.0))

@@ -105,7 +105,7 @@ async def test_an_allocation_by_limits_that_is_not_prepared_keeps_devices(node: 
 
 
 async def test_none_turns_round_before_the_others_have_returned(node: FakeNode) -> None:
-    """While a claim for a pod's limits keeps devices from returning, none goes back to DRA, although one is for claims.
+    """While a claim for a pod's limits keeps devices from returning, none goes back to DRA, although one should.
 
     If one did, pods with limits would get it through DRA, and the other devices would wait for these pods again.
     """
@@ -128,7 +128,7 @@ async def test_none_turns_round_before_the_others_have_returned(node: FakeNode) 
 
 
 async def test_claims_keep_their_share_beside_pods_by_limits_that_wait(node: FakeNode) -> None:
-    """If one of three returning devices is for claims, a claim gets it, and waiting pods with limits get two."""
+    """If one of three returning devices is to be for claims, a claim gets it, and waiting pods with limits get two."""
     async with on_node(node, fpgas(3)) as here:
         here.ask("all")
         await here.settle(DRA, DRA, DRA)
@@ -145,7 +145,7 @@ async def test_claims_keep_their_share_beside_pods_by_limits_that_wait(node: Fak
 
 
 async def test_claims_that_hold_more_than_their_share_keep_it(node: FakeNode) -> None:
-    """Two claims have devices but only one device is for claims: one goes back to DRA, one waits for its claim."""
+    """Two claims have devices but only one is to be for claims: one goes back to DRA, the other waits for its claim."""
     async with on_node(node, fpgas(3)) as here:
         here.ask("all")
         await here.settle(DRA, DRA, DRA)
@@ -160,7 +160,7 @@ async def test_claims_that_hold_more_than_their_share_keep_it(node: FakeNode) ->
 
 
 async def test_a_move_to_dra_turns_round_while_a_claim_keeps_another_from_returning(node: FakeNode) -> None:
-    """If no device is for claims, a move to DRA is reversed once no pod by limits has a device through DRA.
+    """If no device is to be for claims, a move to DRA is reversed once no pod by limits has a device through DRA.
 
     This is so although a claim keeps another device from returning.
     """

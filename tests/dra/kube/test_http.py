@@ -210,7 +210,7 @@ async def test_an_answer_that_nobody_asked_for(monkeypatch: pytest.MonkeyPatch, 
 
 
 async def test_a_body_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An answer with a body above MAX_BODY is an error, also for a stream with a status of refusal."""
+    """An answer with a body above MAX_BODY is an error, also if the answer refuses a stream."""
     monkeypatch.setattr(http, "MAX_BODY", 1000)
     for status, fits in ((200, 1000), (403, 1000), (200, 1001), (403, 1001)):
         answer = b"HTTP/1.1 %d X\r\nContent-Length: %d\r\n\r\n" % (status, fits) + b"x" * fits

@@ -1,4 +1,4 @@
-"""Helpers of the ledger's tests: claims, evidence, a ledger without an event loop, failing and watched connections."""
+"""Helpers of the ledger's tests: claims, signs of holders, a ledger without an event loop, SQLite connections."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def put_aside(path: str) -> list[str]:
 
 
 def adopt(resource: str, devices: Collection[str], side: Side, now: float) -> Operation[Reconciled]:
-    """Record devices without a holder on this side, unless the ledger has them."""
+    """Record devices that have no holder as devices of this side (plugin or DRA), unless the ledger has them."""
     return operations.reconcile_evidence(resource, Evidence(), devices, side, now)
 
 

@@ -201,7 +201,7 @@ def broken(evidence: KubeletEvidence) -> dict[str, KubeletEvidence]:
 
 
 def test_a_move_to_dra_ends_only_with_all_of_its_evidence_in_order(store: DirectLedger) -> None:
-    """A move to DRA is committed only if it is proved that no pod holds the device; else the answer says what lacks."""
+    """A move to DRA is committed only with proof that no pod holds the device; else the answer says what is missing."""
     store.do(operations.begin_move(R, ["a"], Side.DRA, T0))
     for what, evidence in broken(kubelet(store)).items():
         done = store.do(operations.commit_to_dra(R, ["a"], evidence, T0))
@@ -272,7 +272,7 @@ def test_settings_survive(store: DirectLedger, path: str) -> None:
 
 
 def by(driver: str, one: Claim) -> Claim:
-    """Return the same claim, of another driver."""
+    """Return this claim as a claim of another driver."""
     return replace(one, driver=driver)
 
 

@@ -577,7 +577,7 @@ def test_a_write_that_fails_refuses_and_the_next_one_looks_at_the_disk(tmp_path:
 
 
 def test_what_only_the_process_knows_stays_when_the_file_is_read_again(path: str) -> None:
-    """When the file is read again, what only memory has stays: unprepared claims, reservations, absences of a pod."""
+    """Facts that only memory has survive a new read of the file: unprepared claims, reservations, a pod's absence."""
     fails: set[str] = set()
     with DirectLedger(path, connect=lambda where: Flaky(where, fails)) as store:  # type: ignore[arg-type,return-value]
         store.do(adopt(R, ["a"], Side.PLUGIN, T0))

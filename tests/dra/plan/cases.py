@@ -150,7 +150,7 @@ def namespace(name: str) -> Object:
 
 
 CALM: tuple[Object, ...] = (device_class(), pod("calm"))
-"""Objects that cause no finding beside a node of 1.36 with devices."""
+"""Objects that cause no finding in a cluster with a node of Kubernetes 1.36 that has devices."""
 AUTOSCALER = config_map("kube-system", "cluster-autoscaler-status")
 HIGH = {
     "apiVersion": "scheduling.k8s.io/v1",

@@ -92,7 +92,7 @@ def kinds(publisher: Publisher) -> dict[ForeignKind, int]:
     return dict(publisher.state(DRIVER).overcome)
 
 
-# --- what others write is overcome ------------------------------------------------------------------
+# --- writes of other clients that the agent undoes ----------------------------------------------------
 
 
 @pytest.mark.parametrize("generation", [0, 1, 2, 1000, UNGROWABLE - 1, UNGROWABLE, MOST - 1, MOST])
@@ -217,7 +217,7 @@ async def test_the_name_of_the_probe_cannot_be_taken(server: FakeApiServer) -> N
 
 
 async def test_another_pool_on_the_node_is_named(server: FakeApiServer) -> None:
-    """A foreign slice in another pool on this node is not deleted, and is reported: its devices cannot be prepared."""
+    """A foreign slice in another pool on this node is reported, and not deleted: its devices cannot be prepared."""
     noticed: list[tuple[str, ForeignKind, str]] = []
     body = foreign()
     body["spec"]["pool"]["name"] = "fabric"
@@ -239,7 +239,7 @@ async def test_slices_of_other_nodes_pools_are_left_alone(server: FakeApiServer)
         assert {one["metadata"]["name"] for one in server.objects()} == {"foreign", slice_name(NODE, DRIVER, 0)}
 
 
-# --- what cannot be overcome ------------------------------------------------------------------------
+# --- writes of other clients that the agent cannot undo -----------------------------------------------
 
 
 @pytest.mark.parametrize("code", [403, 422])

@@ -128,7 +128,7 @@ def test_unhealthy_devices_are_tainted() -> None:
 
 
 def test_only_devices_of_the_dra_side() -> None:
-    """Only offered devices are in the slices. Without any, there is no slice, or an empty slice if requested."""
+    """Only devices for claims are in the slices; without such devices there is no slice, or an empty one on request."""
     wanted = pool(*many(3), offered={"gpu1"})
     assert [one["name"] for one in slices(wanted)[0]["spec"]["devices"]] == ["gpu1"]
     nothing = pool(*many(3), offered=frozenset())
@@ -725,7 +725,7 @@ async def test_a_server_that_asks_for_time_gets_it(server: FakeApiServer, monkey
 
 
 async def test_outage(server: FakeApiServer, caplog: pytest.LogCaptureFixture) -> None:
-    """A pool that is wanted during an outage is published after it; the loss and the return are reported once each."""
+    """A pool that is wanted during an outage is published afterwards; begin and end of the outage are logged once."""
     caplog.set_level(logging.INFO)
     async with publishing(server, pool(*many(3))) as publisher:
         with server.outage():
