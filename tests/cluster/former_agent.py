@@ -31,7 +31,10 @@ class FormerAgent:
     @classmethod
     @contextlib.contextmanager
     def running(cls, group: Group, node: GroupNode) -> Iterator[Self]:
-        """Publish a slice, and write it again when the Node requests another share. The slice stays at the end."""
+        """Publish a slice, and write it again when the Node requests another share (devices for claims).
+
+        The slice stays at the end of the context.
+        """
         agent = cls(group, node)
         agent.write("")
         thread = threading.Thread(target=agent._follow, daemon=True)

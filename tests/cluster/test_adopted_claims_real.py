@@ -3,7 +3,7 @@
 The tests compare what pods see, move devices between the plugin and claims, restart programs, and let the plugin
 register with the kubelet instead of the agent.
 
-The vendor's plugin is the testing kit's stand-in. Containers show which devices they hold by locks of the kernel
+The vendor's plugin is `deviceplugin.testing.foreign`. Containers show which devices they hold by locks of the kernel
 (``tests.cluster.locks``), and under churn by files that they write (``tests.cluster.test_handover``).
 """
 

@@ -165,7 +165,7 @@ CAUSES: list[tuple[str, set[tuple[str, str]]]] = [
 
 @pytest.fixture
 def small_disk(cluster: Cluster) -> Iterator[Path]:
-    """Mount a small file system for the ledger, and return the path of a file that can fill the file system."""
+    """Mount a small file system for the agent's ledger; return the path of a file that can fill the file system."""
     directory = LEDGER.parent
     directory.mkdir(parents=True, exist_ok=True)
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "ledger", str(directory)], check=True)
@@ -405,7 +405,7 @@ def their_plugin(letter: str, *ids: str, node: Path) -> Iterator[BarePlugin]:
 def test_alerts_about_holders(cluster: Cluster, tmp_path: Path) -> None:
     """Alerts fire for a device that the kubelet gave to two pods while another plugin served the resource.
 
-    The kubelet does so if a client calls `List` during an Allocate, after another pod's end (kubernetes#137534). The
+    The kubelet gives it twice if a client calls `List` during an Allocate, after a pod's end (kubernetes#137534). The
     agent would refuse the second pod.
     """
     with (

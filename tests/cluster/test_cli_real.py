@@ -1,4 +1,4 @@
-"""`dra-bridge` commands on a real node: their output is true, and the requested moves happen.
+"""`dra-bridge` commands on a real node: their output is true, and devices move as the commands request.
 
 The commands run with exactly the rights of the operator's role in the manifests.
 """
@@ -273,7 +273,7 @@ def test_status_says_what_is_true(bridge: Bridge, ran: Callable[..., tuple[int, 
 
 
 def test_rollout_stalls_goes_on_and_is_undone(bridge: Bridge, ran: Callable[..., tuple[int, str]]) -> None:
-    """`rollout` stops at a node that stalls and says why; a second run goes on, and --undo restores the old share."""
+    """`rollout` stops at a node that stalls and says why; a second run goes on; --undo restores the former `share`."""
     cluster, node = bridge.cluster, bridge.cluster.node_name
     annotate(cluster, {SHARE: "1"}, {"pool": "boards"})
     pod = cluster.start_pod("holder", {RESOURCE: 1}).wait_running()

@@ -562,7 +562,7 @@ def test_status_begins_with_what_is_wrong_with_the_agent(deployed: Deployed) -> 
 
 
 def test_what_a_move_waits_for_outlasts_the_agent(deployed: Deployed) -> None:
-    """A move waits for a pod: after the agent's pod is replaced, `status` and a timed-out `migrate` name that pod."""
+    """`status` and `migrate` name the pod for which a device's move waits, also after the agent's pod is replaced."""
     cluster, agent = deployed.cluster, deployed.agent()
     cluster.wait_allocatable(RESOURCE, 2)
     cluster.start_pod("plain", {RESOURCE: 1}).wait_running()

@@ -1,6 +1,6 @@
 """Moves from another vendor's plugin to this project and back, while pods run; see docs/existing-plugin.md.
 
-The other plugin is the testing kit's stand-in. Containers show which devices they hold by locks of the kernel
+The other plugin is `deviceplugin.testing.foreign`. Containers show which devices they hold by locks of the kernel
 (``tests.cluster.locks``).
 """
 

@@ -105,7 +105,7 @@ def test_agent_hangs(scene: Scene) -> None:
 
 
 def test_agents_overlap(scene: Scene) -> None:
-    """A second agent waits; when the first agent ends, the second knows the held devices and finishes their moves."""
+    """A second agent waits for the first agent's end, then knows the held devices and moves them when free."""
     plains, claimers = scene.both()
     for end in ("killed", "terminated") if LONG else ("killed",):
         scene.agents.start_another()
@@ -127,7 +127,7 @@ def test_share_flaps(scene: Scene) -> None:
     plains, claimers = scene.both()
 
     def annotate(letter: str, share: str | None) -> None:
-        """Request a share as `dra-bridge migrate` does."""
+        """Request a share (devices for claims) as `dra-bridge migrate` does."""
         body = {"metadata": {"annotations": {f"{letter}.example.net/dra-share": share}}}
         path = f"/api/v1/nodes/{scene.cluster.node_name}"
         scene.cluster.api.request("PATCH", path, body, content_type="application/merge-patch+json")
@@ -210,7 +210,7 @@ def test_replicas_change_while_held(scene: Scene, moving: bool) -> None:
 
 
 def test_admin_access_holds_nothing(scene: Scene) -> None:
-    """A device moves when its holder ends, although a claim with administrative access still has the device."""
+    """A device moves to the device plugin when its holder ends, although a claim with `adminAccess` still has it."""
     cluster = scene.cluster
     cluster.allow_admin_access()
     user = scene.claimed("b")
@@ -251,7 +251,7 @@ def many(scene: Scene, devices: int, each: int) -> None:
 
 
 def test_odd_names(scene: Scene) -> None:
-    """Devices with unusual names are allocated by limits and by claims, and move."""
+    """Devices with unusual names are allocated by limits and by claims, and move to claims."""
     for minor, name in enumerate(ODD_NAMES, 1):
         locks.make_node(locks.NODES / "a" / name, minor)
     many(scene, len(ODD_NAMES), len(ODD_NAMES) // 2)

@@ -44,7 +44,7 @@ class WithoutWatches(WithoutInstances):
 
 @pytest.mark.parametrize("kind", [WithoutInstances, pytest.param(WithoutWatches, marks=long)])
 def test_nothing_can_be_watched(scene: Scene, kind: type[WithoutInstances]) -> None:
-    """Without file events, pods get devices by limits and by claims, and devices move, also after a kubelet restart.
+    """Without file events, pods get devices by limits and claims, and devices move, also after a kubelet restart.
 
     The agent logs why it reads the files periodically.
     """
@@ -67,7 +67,7 @@ def problems(scene: Scene) -> list[str]:
 
 
 def test_events_of_a_kubelet_restart_are_lost(scene: Scene) -> None:
-    """The kernel drops the file events of a kubelet restart: the agent still registers again, and its devices move."""
+    """The kernel drops the file events of a kubelet restart: the agent still registers again, and devices move."""
     plains, claimers = scene.both()
     agent = scene.agents.process
     assert agent is not None

@@ -77,7 +77,7 @@ def serve(scene: Scene, devices: int) -> None:
 
 @pytest.mark.parametrize("same", [False, True], ids=["other-ids", "the-same-ids"])
 def test_it_stays_for_five_seconds(scene: Scene, same: bool) -> None:
-    """The agent reports another plugin within seconds and registers again; pods get its devices all the time."""
+    """The agent reports another plugin within seconds and registers again; pods get only devices of the agent."""
     cluster = scene.cluster
     serve(scene, 3)
     running = scene.pod("before", "a")
@@ -106,7 +106,7 @@ def test_it_stays_for_five_seconds(scene: Scene, same: bool) -> None:
 
 
 def test_the_kubelet_hangs_when_it_is_noticed(scene: Scene) -> None:
-    """The agent is not ready, and gives the reason, until the hanging kubelet has accepted its registration again."""
+    """The agent is not ready, and says why, until the kubelet, which hangs, has accepted the agent's registration."""
     cluster = scene.cluster
     serve(scene, 2)
     kubelet, agent = cluster.components["kubelet"].pid, scene.agents.process

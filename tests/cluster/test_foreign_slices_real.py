@@ -262,7 +262,7 @@ def test_a_device_of_a_slice_of_others_does_not_return(bridge: Bridge) -> None:
 
 
 def test_somebody_who_writes_again_and_again(bridge: Bridge) -> None:
-    """If a client writes foreign slices again and again, `problems` says so, devices move, and one Event is written."""
+    """If a client writes foreign slices again and again, `problems` says so, one Event is written, and devices move."""
     cluster, end, written = bridge.cluster, threading.Event(), 0
     before = len(events(bridge))
 

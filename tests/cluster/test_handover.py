@@ -422,7 +422,7 @@ def test_no_device_ever_has_two_holders(bridge: Bridge) -> None:
 
 
 def moves_while_pods_wait(bridge: Bridge, changes: int) -> tuple[Churn, list[Holding]]:
-    """Change the number of devices for claims `changes` times while pods wait; return the churn and the holdings."""
+    """Change the number of devices for claims `changes` times while pods wait; return the `Churn` and all holdings."""
     start_churn(bridge, replicas=13)
     chance = random.Random(11)
     with Churn(bridge.cluster, every=0.8) as churn:

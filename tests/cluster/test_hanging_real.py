@@ -1,4 +1,4 @@
-"""A file system of a real node hangs, with device paths, sysfs, CDI specs or the ledger: other pods still start.
+"""A file system of a real node hangs, with device paths, sysfs, CDI specs or the agent's ledger: other pods start.
 
 `tests.cluster.hanging` is the file system. The kubelet allocates for one pod at a time, so an Allocate call that hangs
 would keep all other pods Pending, also pods without devices.
@@ -203,7 +203,7 @@ def test_the_directory_of_cdi_specs_hangs(cluster: Cluster, files: contextlib.Ex
 
 
 def test_the_ledgers_directory_hangs(cluster: Cluster, files: contextlib.ExitStack) -> None:
-    """While the ledger's directory hangs, pods with devices are rejected with the reason, and other pods start."""
+    """While the directory of the agent's ledger hangs, pods with devices are rejected with the reason; others start."""
     system = hanging(files, LEDGER.parent)
     with MeasuredBridge.running(cluster, simulated(QUICK, "quick")) as bridge:
         cluster.wait_allocatable(QUICK, 2)

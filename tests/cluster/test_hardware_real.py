@@ -66,7 +66,7 @@ class Sticks:
         return next(serial for serial, (_, minor) in self.at.items() if key == f"{locks.MAJOR:x}.{minor:x}")
 
     def pull(self, *serials: str) -> None:
-        """Pull sticks out."""
+        """Pull these USB sticks out of their ports."""
         for serial in serials:
             port, minor = self.at.pop(serial)
             (locks.NODES / "by-id" / serial).unlink()

@@ -15,7 +15,7 @@ CLAIMS = 100
 TOGETHER = 25
 """The number of claims of one pod; the driver prepares all of them in one call of the kubelet."""
 LOG = 4 * 2**20
-"""Maximum bytes of the ledger's log: after 100 commits it is overwritten from its start, and keeps its length."""
+"""Maximum bytes of the log of the agent's SQLite ledger: after 100 commits SQLite overwrites the log from its start."""
 
 
 def files(bridge: Bridge) -> int:

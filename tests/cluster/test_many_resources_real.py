@@ -35,7 +35,7 @@ def published(bridge: Bridge) -> dict[str, int]:
 
 
 def registered_again(bridge: Bridge, figures: dict[str, float]) -> None:
-    """Add the seconds from the next kubelet.sock until each resource has registered once more to `figures`."""
+    """Add to `figures` the seconds from the kubelet's next socket until each resource has registered once more."""
     socket, before = DEVICE_PLUGINS / "kubelet.sock", file_identity(DEVICE_PLUGINS / "kubelet.sock")
     bridge.cluster.wait_for(lambda: file_identity(socket) not in (before, None), 60, "the kubelet is back")
     began = time.monotonic()

@@ -101,7 +101,7 @@ def wait_well(bridge: Bridge) -> None:
 
 
 def test_credentials_that_end_with_their_node(bridge: Bridge) -> None:
-    """The Node is deleted, so its slices are deleted and the agent's token is refused: the agent reports both.
+    """The Node is deleted, so its slices are deleted and the agent's token is refused: the agent reports both problems.
 
     With a new token, the agent publishes the slices again.
     """

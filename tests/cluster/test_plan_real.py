@@ -104,7 +104,7 @@ def offering(cluster: Cluster) -> Iterator[None]:
 
 
 def test_a_former_plugin_is_not_found(cluster: Cluster, plan: Plan) -> None:
-    """After a plugin's end, `plan` lists its resource while the Node has capacity of the resource, and not at 0."""
+    """`plan` lists an ended plugin's resource while the Node's capacity of the resource is above 0, and not at 0."""
     if cluster.minor < 36:
         pytest.skip("there are other findings before 1.36")
     resource = {"name": NAME, "driver": "former.example.net", "devices": [{"simulated": {"count": 2}}]}

@@ -105,7 +105,7 @@ def test_a_rollout_that_is_killed_after_each_write(group: Group) -> None:
     names = [node.name for node in group.nodes]
 
     def look() -> None:
-        """Check that at most one node has begun its moves and not finished them."""
+        """Check that at most one node has begun to move devices and has not finished."""
         wanted = [(node["metadata"].get("annotations") or {}).get(SHARE) for node in group.objects()]
         moving = [
             name

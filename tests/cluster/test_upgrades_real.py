@@ -163,7 +163,7 @@ def test_a_new_image_with_a_broken_file(deployed: Deployed) -> None:
 
 
 def test_upgrade_and_rollback_in_the_middle_of_a_move(deployed: Deployed) -> None:
-    """Moves that wait for holders go on after an upgrade of the agent and after its rollback."""
+    """Devices that are to move when their holders end do so after an upgrade of the agent and after its rollback."""
     cluster, agent = deployed.cluster, deployed.agent()
     plain, user, held = deployed.both_doors()
     containers = plain.container_id(), user.container_id()
@@ -199,7 +199,7 @@ def test_upgrade_and_rollback_in_the_middle_of_a_move(deployed: Deployed) -> Non
 
 
 def test_drain(deployed: Deployed) -> None:
-    """`kubectl drain` ends the pods with devices, but not the agent; the move ends. Pods run again after `uncordon`."""
+    """`kubectl drain` ends the pods with devices, but not the agent; devices move. Pods run again after `uncordon`."""
     cluster, agent = deployed.cluster, deployed.agent()
     plain, user, _ = deployed.both_doors()
     share(deployed, "all")

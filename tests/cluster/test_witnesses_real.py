@@ -49,7 +49,7 @@ from tests.scenarios.sides import SidesScenarios, long, named
 from tests.service_manager import service_manager
 
 LIMIT = 30.0
-"""Maximum seconds of a wait for a move or for another condition."""
+"""Maximum seconds until a device has moved or another condition is true."""
 CHECKPOINT = DEVICE_PLUGINS / "kubelet_internal_checkpoint"
 CDI = Path("/var/run/cdi")
 
@@ -1120,7 +1120,7 @@ def test_pods_by_limits_after_a_reboot(scene: Scene, agent: str) -> None:
 
 @pytest.mark.parametrize("api", ["up", "down"])
 def test_node_reboots(scene: Scene, api: str) -> None:
-    """After a reboot, no two containers have one device, and the device of a failed pod goes to the waiting pod."""
+    """After a reboot, no device has two holders, and the device of a failed pod goes to the waiting pod."""
     plains, claimers = scene.both()
     if api == "down":
         scene.cluster.stop_apiserver()

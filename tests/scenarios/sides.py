@@ -51,7 +51,7 @@ class Scene(ABC):
 
     @abstractmethod
     def begin(self, **resources: tuple[int, str]) -> None:
-        """Start the agent, and wait for its offers. resources: number of devices, and share for claims, by letter."""
+        """Start the agent and wait for its offers. resources: number of devices, and `none` or `all` for claims."""
 
     @abstractmethod
     def share(self, **shares: str | int) -> None:
@@ -172,7 +172,7 @@ class Scene(ABC):
 
     @abstractmethod
     def lose_ledger(self) -> None:
-        """Remove the agent's ledger."""
+        """Remove the agent's ledger, which names the pods and claims that hold devices."""
 
     @abstractmethod
     def stop_api_server(self) -> None:
@@ -513,7 +513,7 @@ class SidesScenarios:
         scene.handed_on(come_back, [ending.uid], "wants-a", limit=60)
 
     def test_pod_resources_is_flooded(self, scene: Scene) -> None:
-        """Devices move while another client uses up the rate limit of PodResources."""
+        """When holders end, their devices move though another client uses up the rate limit of PodResources."""
         pods, users = scene.both()
         with scene.flooded():
             end_one_of_each(scene, pods, users)
