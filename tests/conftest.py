@@ -31,7 +31,7 @@ def draw(_text: str, _numbers: list[float]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes(config: pytest.Config) -> None:
-    """Compile the test modules and call `draw` once; otherwise each of the processes that start now would do it."""
+    """Compile the test modules and call `draw` once, before the start of processes, each of which would do it."""
     if sys.dont_write_bytecode:
         return
     tests = Path(__file__).parent

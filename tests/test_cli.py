@@ -492,7 +492,7 @@ def test_devices_are_served_until_sigterm(good: Path, fake_kubelet: FakeKubelet)
 
 
 def test_validate_warns_of_one_thing_under_two_ids(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two resources with one device node are valid, with a warning; an excluded device causes none."""
+    """Two resources with the same device are valid, with a warning; an excluded device causes no warning."""
     (tmp_path / "node").touch()
     (tmp_path / "link").symlink_to("node")
     file = tmp_path / "config.yaml"

@@ -63,7 +63,7 @@ def test_numa_is_one_several_or_unknown() -> None:
     assert Device("a").numa_nodes == ()
     assert Device("a", numa=0).numa_nodes == (0,)
     assert Device("a", numa=[1, 0]).numa_nodes == (1, 0)
-    assert Device("a", numa=-1).numa_nodes == Device("a", numa=[-1]).numa_nodes == ()  # as sysfs says it
+    assert Device("a", numa=-1).numa_nodes == Device("a", numa=[-1]).numa_nodes == ()  # sysfs has -1 if it is unknown
     assert Device("a", numa=[-1, 1]).numa_nodes == (1,)
     assert Device("a", numa=-1) == Device("a", numa=None)
 
@@ -123,7 +123,7 @@ def test_merge_of_one_device_finds_its_own_contradictions() -> None:
     ],
 )
 def test_merge_refuses_contradictions_unless_settled(one: ContainerEdits, two: ContainerEdits, what: str) -> None:
-    """Two devices that contradict each other are an error that says where, unless the hook settles it."""
+    """A merge of contradicting edits is an error that names the contradiction, unless a `winner` decides."""
     with pytest.raises(EditConflictError, match=what):
         ContainerEdits.merge([one, two])
     assert ContainerEdits.merge([one, two], winner=two) == two

@@ -103,7 +103,7 @@ def test_daemonset_carries_a_valid_file_and_runs_it() -> None:
 
 
 def test_daemonset_has_the_rights_of_a_plugin_alone() -> None:
-    """examples/daemonset.yaml has the privileges, mounts and token of what `manifests` prints for its file."""
+    """examples/daemonset.yaml has the privileges, mounts and token that `manifests` prints for its config file."""
 
     def rights(daemonset: dict[str, Any]) -> dict[str, Any]:
         pod = daemonset["spec"]["template"]["spec"]
@@ -118,7 +118,7 @@ def test_daemonset_has_the_rights_of_a_plugin_alone() -> None:
 
 
 def test_daemonset_is_what_manifests_print_for_limits_only(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """examples/daemonset.yaml has the name, memory and probes of what `manifests` prints for its file."""
+    """examples/daemonset.yaml has the name, resources and probes that `manifests` prints for its config file."""
     map_, daemonset = yaml.safe_load_all((EXAMPLES / "daemonset.yaml").read_text())
     file = tmp_path / "config.yaml"
     file.write_text(map_["data"]["config.yaml"])
@@ -139,7 +139,10 @@ def test_examples_of_claims_start_anywhere(path: Path) -> None:
 
 
 def test_the_deployment_of_a_stick(tmp_path: Path) -> None:
-    """The Deployment runs one pod with the resource of the config in its comment; its probe checks the node."""
+    """The example Deployment for a USB stick runs one pod with the resource of the config in the example's comment.
+
+    The pod's liveness probe fails if the device node is missing or is no device.
+    """
     text = (EXAMPLES / "stick-deployment.yaml").read_text()
     deployment = yaml.safe_load(text)
     assert (deployment["spec"]["strategy"], deployment["spec"]["replicas"]) == ({"type": "Recreate"}, 1)
@@ -167,7 +170,7 @@ def test_probes_wait_longer_than_the_agent_takes() -> None:
 
 
 def test_the_plugin_alone_is_confined_as_the_bridge_is() -> None:
-    """The example's container has the security context of the printed manifests; its config needs no --allow option."""
+    """examples/daemonset.yaml has the security context of the bridge's manifests, and needs no --allow option."""
     configmap, plugin = yaml.safe_load_all((EXAMPLES / "daemonset.yaml").read_text())
     found = config.parse(configmap["data"]["config.yaml"], lock=config.Lock())
     assert config.needed(found) == config.Lock()
@@ -375,7 +378,7 @@ def test_the_kits_page_has_the_signatures() -> None:
 
 
 def test_the_example_of_an_own_plugin_runs(tmp_path: Path) -> None:
-    """The example's tests pass in a copy of its directory and in the clone; its Dockerfile uses existing files."""
+    """The tests in examples/own-plugin pass there and in a copy of it; its Dockerfile uses existing files."""
     example = EXAMPLES / "own-plugin"
     shutil.copytree(example, tmp_path / "own", ignore=shutil.ignore_patterns("__pycache__"))
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:asyncio", "-p", "no:randomly"]

@@ -33,7 +33,7 @@ def inotify_instances() -> int:
     """Return the number of inotify instances of this process."""
     found = 0
     for fd in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # closed by a thread since it was listed
+        with contextlib.suppress(FileNotFoundError):  # another thread has closed the file since the listing
             found += "inotify" in os.readlink(f"/proc/self/fd/{fd}")
     return found
 
@@ -109,7 +109,7 @@ async def test_hint_for_each_name_that_comes_or_goes(watching: Watching, tmp_pat
 
 
 async def test_time_passes_without_a_hint(watching: Watching, tmp_path: Path) -> None:
-    """Without a hint, the wait ends after its time and returns False."""
+    """Without a hint, a wait ends after its timeout and returns False."""
     watch = await in_flight(watching(tmp_path))
     assert not await watch.wait(0.01)
 

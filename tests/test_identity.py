@@ -17,7 +17,7 @@ from tests.sources.trees import Tree
 
 
 def nodes(numbers: Mapping[str, tuple[str, int, int]]) -> identity.Stat:
-    """Return a stat for which these paths are device nodes."""
+    """Return a function in place of `os.stat`, for which these paths are device nodes with these numbers."""
 
     def look(path: str) -> os.stat_result:
         if path not in numbers:

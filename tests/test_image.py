@@ -1,4 +1,4 @@
-"""The agents' image: what examples/Dockerfile builds it of. That it runs is shown on the real node."""
+"""The agents' image: the files of which examples/Dockerfile builds it. Tests on the real node run the image."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_base_image_is_one_that_stays() -> None:
 
 
 def test_python_of_the_image_is_supported() -> None:
-    """The image has a Python that the package names, and the lock is made for it."""
+    """The package supports the image's Python version, and the lock file is made for that version."""
     named = re.findall(r"Programming Language :: Python :: (3\.\d+)$", (ROOT / "setup.cfg").read_text(), re.MULTILINE)
     (version,) = re.findall(r"^FROM python:(3\.\d+)-slim", DOCKERFILE, re.MULTILINE)
     assert version in named
@@ -36,7 +36,7 @@ def test_python_of_the_image_is_supported() -> None:
 
 
 def test_lock_has_what_the_packages_require() -> None:
-    """Each requirement, with the image's extras, is in the lock in a version that fits, and each line has hashes."""
+    """The lock file has a fitting version of each requirement, also of the image's extras, with hashes."""
     assert "--require-hashes" in DOCKERFILE
     locked = dict(re.findall(r"^([A-Za-z0-9_.-]+)==(\S+) \\\n    --hash=sha256:", LOCK, re.MULTILINE))
     assert len(locked) == len(re.findall(r"^[A-Za-z]", LOCK, re.MULTILINE))
@@ -69,7 +69,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_no_shell_and_no_pip(tree: Path) -> None:
-    """The image has Python and the two programs, without a shell, pip or another program."""
+    """The image has Python, deviceplugin and dra-bridge, without a shell, pip or another program."""
     programs = {path.name for path in tree.rglob("*") if path.parent.name in ("bin", "sbin") and not path.is_dir()}
     python = Path(os.path.realpath(sys.executable)).name
     assert programs == {"deviceplugin", "dra-bridge", "python", python}

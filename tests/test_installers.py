@@ -33,7 +33,7 @@ BECAUSE = "dra-bridge/privileged-because"
 
 
 class Installed:
-    """The objects that are applied."""
+    """The objects that `manifests` or the chart makes, and parts of them."""
 
     def __init__(self, objects: list[Object]) -> None:
         self.objects = objects
@@ -398,7 +398,7 @@ def names_of_classes(made: Installed) -> None:
 
 
 def example(made: Installed) -> None:
-    """An example has no further checks: the program takes its arguments, and the chart makes the same objects."""
+    """Each example config file is a case without checks of its own."""
 
 
 CASES += [Case(path.name, path.read_text(), (), {}, example) for path in EXAMPLES]
@@ -414,7 +414,7 @@ def test_manifests(
     (command,) = made.container["command"]
     program, package = {"deviceplugin": (plugin_cli, "deviceplugin"), "dra-bridge": (cli, "dra_bridge")}[command]
     monkeypatch.setattr(f"{package}.node.process.run_config", lambda *_: 7)
-    monkeypatch.setattr(cli, "run_options", lambda _: None)  # it reads the access to an API server
+    monkeypatch.setattr(cli, "run_options", lambda _: None)  # `run_options` would read the access to an API server
     assert program.main(made.arguments) == 7
 
 

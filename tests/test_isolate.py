@@ -142,7 +142,7 @@ def test_run_that_ends_leaves_nothing_and_hands_on_its_status(start: Callable[[s
     before = links()
     run = start(BUSY + "exit 7")
     assert run.process.wait(20) == 7, run.output.read_text()
-    assert not run.names  # at once, not a little later
+    assert not run.names  # the run has removed its names before it ends
     assert_nothing_left(run, before)
 
 

@@ -31,7 +31,7 @@ def address() -> str:
 
 
 PACKAGE = f"deviceplugin[bridge,cli] @ {address()}/releases/download/v{VERSION}/deviceplugin-{VERSION}-py3-none-any.whl"
-"""The wheel of the release, until the name is on the index."""
+"""The wheel of the release, which the krew program installs until the package index has the package."""
 
 
 def test_project_has_one_address() -> None:
@@ -116,7 +116,7 @@ def test_workflows(path: Path) -> None:
 
 
 def test_actions_are_pinned() -> None:
-    """Each action is named by its commit, with the version as a comment, the same in all workflows; so are images."""
+    """All workflows name an action by the same commit, with its version as a comment, and images by a digest."""
     lines = [line for path in WORKFLOWS.glob("*.yml") for line in re.findall(r"uses: *(.+)", path.read_text())]
     pinned = {line for line in lines if re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", line)}
     assert set(lines) - pinned == {"./.github/workflows/test.yml"}

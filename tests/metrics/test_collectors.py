@@ -87,7 +87,7 @@ class Chips(DeviceSource):
 
 
 class Seen:
-    """An agent's server, and its answers."""
+    """The web server of an agent, and its answers."""
 
     def __init__(self, server: web.Server) -> None:
         self.server = server

@@ -61,7 +61,7 @@ class TestChecked:
         assert checked(said, DEVICES) == {"a": {}}
 
     def test_devices_that_were_not_asked_for_are_left_out(self) -> None:
-        """Results for a device that was not asked for are dropped."""
+        """Results for a device that `measure` was not asked for are dropped."""
         assert checked({"gone": {"power_watts": 1}}, DEVICES) == {}
 
     @pytest.mark.parametrize(

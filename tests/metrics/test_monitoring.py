@@ -130,7 +130,7 @@ def test_every_alert_fires_and_resolves() -> None:
 
 
 def test_every_alert_has_a_cause_on_the_real_node() -> None:
-    """The scenarios of the real node name each alert."""
+    """Each alert is named by a scenario of the tests on the real node."""
     text = (Path(__file__).parents[1] / "cluster" / "test_alerts_real.py").read_text()
     assert {rule["alert"] for rule in rules()} <= set(re.findall(r'"(\w+)"', text))
 

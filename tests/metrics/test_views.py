@@ -107,7 +107,7 @@ class TestHolders:
         assert [len(one.devices[0].holders) for one in view.resources] == [0, 1]
 
     def test_the_pods_of_a_claim_are_those_of_the_ledger_where_the_kubelet_does_not_list_it(self) -> None:
-        """A claim that PodResources does not list has a provider's pods; a pod without a name has its UID."""
+        """Holders of a claim that PodResources does not list are the pods of a provider's report, by name or UID."""
         still = Still(resource("a"))
         pods = (PodContainer("team", "train", uid="u1"), PodContainer(uid="u2"))
         claims = [ClaimedDevice(RESOURCE, "a", "team", "mine", pods)]

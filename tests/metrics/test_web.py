@@ -547,7 +547,7 @@ class TestClients:
     def test_without_threads_a_client_is_turned_away(
         self, serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
-        """If no thread can be started, that client is cut; the next one is answered."""
+        """If no thread can be started for a client, the client is cut; the next client is answered."""
         server = serve()
         start, failing = threading.Thread.start, [True]
 

@@ -1066,7 +1066,7 @@ async def test_a_gone_device_is_forgotten_when_nobody_has_or_gets_it(
 
 
 async def test_what_ended_before_its_device_came_is_not_inherited(alone: Agent) -> None:
-    """A pod ended before its device was listed: no id of that device is kept; the id that a pod still holds is."""
+    """When a device is listed late, an id from before is kept only if a pod still holds it."""
     service = alone.services[R]
     service.existing = frozenset({"late", "later"})
     await taken(alone, scan(1.0, "later"))
@@ -1077,7 +1077,7 @@ async def test_what_ended_before_its_device_came_is_not_inherited(alone: Agent) 
 
 
 def test_a_device_that_comes_back_is_still_its_holders(fake_kubelet: FakeKubelet, prompt: Serve) -> None:
-    """A held device is listed late, after its replicas were changed: no id is healthy before its pod ends."""
+    """If a held device is listed late, with other replicas, none of its ids is healthy before its pod ends."""
     before = prompt(source(2))
     fake_kubelet.wait_allocatable(R, 2)
     pod = fake_kubelet.run_pod("p", {R: 2})
