@@ -235,12 +235,12 @@ def stop_churn(bridge: Bridge, *names: str) -> None:
 
 
 def at_rest(bridge: Bridge, dra: int) -> bool:
-    """Return whether all moves are done. dra: the number of devices for claims then; the others are for limits."""
+    """Return whether no device is to move, `dra` of the eight devices are for claims, and the others for limits."""
     return states(bridge) == Counter({side: n for side, n in (("dra", dra), ("plugin", 8 - dra)) if n})
 
 
 def wait_at_rest(bridge: Bridge, dra: int, timeout: float = 30.0) -> float:
-    """Wait until all moves are done; return the seconds that this took. dra: the number of devices for claims then."""
+    """Wait until no device is to move and `dra` devices are for claims; return the seconds that this took."""
     return seconds_until(bridge.cluster, lambda: at_rest(bridge, dra), timeout, f"{dra} devices are on the DRA side")
 
 

@@ -60,7 +60,7 @@ def test_objects_are_applied_and_removed(cluster: Cluster) -> None:
 
 
 def test_devices_of_a_former_plugin_are_not_waited_for(cluster: Cluster) -> None:
-    """`wait_allocatable` accepts no number that only the Node's status has, such as that of an ended plugin."""
+    """`wait_allocatable` accepts no allocatable number of an ended plugin, which only the Node's status still has."""
     former = {name: {"example.net/former": "1"} for name in ("capacity", "allocatable")}
     cluster.api.patch("node", cluster.node_name, {"status": former}, "default", "status")
     cluster.wait_for(lambda: cluster.allocatable("example.net/former") == 1, 30.0, "the status has it")

@@ -126,7 +126,7 @@ def test_credentials_that_end_with_their_node(bridge: Bridge) -> None:
 
 
 def test_rights_that_are_taken_and_given_back(bridge: Bridge) -> None:
-    """A slice is deleted while the agent lacks rights: the agent reports this, and restores the slice with rights."""
+    """A slice is deleted while the agent lacks rights: the agent reports this; with rights it restores the slice."""
     cluster = bridge.cluster
     binding = cluster.api.get("ClusterRoleBinding", "dra-bridge")
     cluster.api.delete("ClusterRoleBinding", "dra-bridge")
