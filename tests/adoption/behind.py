@@ -1,4 +1,4 @@
-"""An agent that adopts plugins, and a vendor's plugin in its directory, both as processes of a test."""
+"""Runs agents that adopt vendors' plugins (plugins register with the agent), and stand-in plugins, as processes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.testing.vendor import Vendor
 
 
 class Adopted:
-    """Agents and plugins as processes, in a directory with a short path."""
+    """Agents and plugins as processes; plugins register in the directory `adopted`."""
 
     def __init__(self, where: Path) -> None:
         self.where = where
@@ -28,7 +28,7 @@ class Adopted:
         new.replace(self.config)
 
     def run_agent(self, module: str, *options: str, adopts: bool = True) -> AgentProcess:
-        """Start `MODULE run`, and wait until plugins can register, if it adopts them."""
+        """Start the agent (`MODULE run`); if it adopts plugins, wait until plugins can register with it."""
         arguments = ["-m", module, "run", "--config", str(self.config), *options]
         arguments += ["--adopt", str(self.directory)] if adopts else []
         self.agents.append(AgentProcess(arguments, self.config, self.where / f"agent-{len(self.agents)}.log"))
@@ -37,13 +37,13 @@ class Adopted:
         return self.agents[-1]
 
     def vendor(self, *resources: Mapping[str, Any], **quirks: Any) -> Vendor:
-        """Start a plugin."""
+        """Start a stand-in plugin in the agent's directory."""
         (where := self.where / f"vendor-{len(self.vendors)}").mkdir()
         self.vendors.append(Vendor(where, self.directory, *resources, **quirks).start())
         return self.vendors[-1]
 
     def wait_log(self, text: str, count: int = 1) -> None:
-        """Wait until the last agent's log has this text."""
+        """Wait until the log of the newest agent has this text `count` times."""
         wait_for(f"{text!r} in the log", lambda: self.agents[-1].log().count(text) >= count, 120)
 
     def end(self) -> None:

@@ -1,4 +1,4 @@
-"""How the answers of vendors' plugins become the edits of claims' containers."""
+"""How a vendor's plugin's AllocateResponse becomes the edits of a container with a claim."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from deviceplugin.wire import deviceplugin_pb2 as pb
 
 
 def test_an_answer_becomes_edits() -> None:
-    """Variables, nodes, mounts and CDI names become edits; a node without permissions gets all of them."""
+    """A response's variables, nodes, mounts and CDI names become edits; a node without permissions gets all."""
     answer = AllocateAnswer(
         env={"GADGETS": "{ids}", "EMPTY": ""},
         nodes=[("/dev/{id}", "/dev/inside-{id}", "r"), ("/dev/bare-{id}", "/dev/bare-{id}", "")],
@@ -35,7 +35,7 @@ def test_an_answer_becomes_edits() -> None:
 
 
 def test_of_duplicates_the_first_counts() -> None:
-    """Of duplicates the first counts, as with the kubelet: by container path and by CDI name."""
+    """Of two nodes or mounts with one container path, or equal CDI names, the first counts, as with the kubelet."""
     answer = AllocateAnswer(
         nodes=[("/dev/{id}", "/dev/gadget", "r")], mounts=[("/opt/{id}", "/opt/lib")], cdi=["vendor.example/gadget=all"]
     )
@@ -46,14 +46,14 @@ def test_of_duplicates_the_first_counts() -> None:
 
 
 def test_annotations_that_name_cdi_devices_are_cdi_devices() -> None:
-    """Annotations that name CDI devices become CDI devices, as in the runtime: split at commas, without duplicates."""
+    """Annotations with names of CDI devices become CDI devices, as in the runtime: split at commas, each once."""
     name = "vendor.example/gadget"
     answer = AllocateAnswer(annotations={"cdi.k8s.io/{random}": f"{name}=g0,{name}=g1"}, cdi=[f"{name}=g1"])
     assert edits_of(answer.message(["g1"])).cdi == (f"{name}=g1", f"{name}=g0")
 
 
 def test_other_annotations_are_an_error_unless_the_config_drops_them() -> None:
-    """Other annotations are an error that names the annotation and the config key that drops them."""
+    """An annotation without CDI devices is an error, which names it and the config key that drops annotations."""
     answer = AllocateAnswer(annotations={"vendor.example/x": "y", "com.example.fpga": "z"}).message(["g0"])
     with pytest.raises(AnswerError, match=r"annotation com.example.fpga, .*`drop_annotations` under `plugin`"):
         edits_of(answer)
@@ -80,12 +80,12 @@ def test_other_annotations_are_an_error_unless_the_config_drops_them() -> None:
     ],
 )
 def test_what_no_container_can_get_is_an_error(answer: bytes, why: str) -> None:
-    """An answer that no container can get is an error that names the cause."""
+    """A response that no container can get is an error that names the cause."""
     with pytest.raises(AnswerError, match=f"^the vendor's plugin's answer .*{why}"):
         edits_of(answer)
 
 
 def test_an_empty_answer_gives_nothing() -> None:
-    """An empty answer gives the container nothing, and is no error."""
+    """An empty response gives no edits, and is no error."""
     response = pb.AllocateResponse(container_responses=[pb.ContainerAllocateResponse()])
     assert not edits_of(response.SerializeToString())

@@ -1,4 +1,4 @@
-"""Claims of adopted devices: `dra-bridge run --adopt` with a stand-in plugin, on the fake node."""
+"""Claims for devices of an adopted plugin: `dra-bridge run --adopt` with a stand-in plugin, on the fake node."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NODE = "node"
 
 
 class Scene(Adopted):
-    """The fake node, an agent with both sides, and a vendor's plugin in the agent's directory."""
+    """The fake node, an agent that serves limits and claims, and a stand-in plugin in the agent's directory."""
 
     def __init__(self, node: FakeNode, where: Path) -> None:
         super().__init__(where)
@@ -39,17 +39,17 @@ class Scene(Adopted):
         self.write()
 
     def write(self, plugin: Mapping[str, Any] | None = None, **more: Any) -> None:
-        """Write the config. plugin: beside `claims`."""
+        """Write the config of the adopted resource. plugin: keys under `plugin` beside `claims`. more: other keys."""
         one = {"name": RESOURCE, "driver": D, "devices": [{"plugin": {"claims": True, **(plugin or {})}}]}
         self.write_config({**one, "dra": {"share": "all"}, **more})
 
     def agent(self, *more: str, adopts: bool = True) -> AgentProcess:
-        """Start the agent, and wait until plugins can register, if it adopts them. more: options."""
+        """Start the agent; if it adopts plugins, wait until they can register with it. more: options."""
         options = [*self.node.arguments, "--kubeconfig", str(self.kubeconfig)]
         return self.run_agent("tests.kubeconfigs", *options, "--node-name", self.node.name, *more, adopts=adopts)
 
     def wait_offered(self, count: int) -> list[dict[str, Any]]:
-        """Wait until slices offer `count` devices; return the devices."""
+        """Wait until ResourceSlices offer `count` devices, and return these devices."""
 
         def offered() -> list[dict[str, Any]]:
             slices = self.node.server.objects("resourceslices")
@@ -59,13 +59,13 @@ class Scene(Adopted):
         return offered()
 
     def claimed(self) -> tuple[AgentProcess, Vendor, FakePod]:
-        """Start agent and plugin, and a pod whose claim has one of the plugin's two devices."""
+        """Start agent, plugin and a pod; the pod's claim has one of the plugin's two devices."""
         agent, vendor = self.agent(), self.vendor(resource("g0", "g1", env={"GADGETS": "{ids}"}))
         self.wait_offered(2)
         return agent, vendor, self.pod().wait_running()
 
     def pod(self, name: str = "p", count: int = 1) -> FakePod:
-        """Start a pod with a claim of its own."""
+        """Start a pod with a claim of its own for `count` devices."""
         return self.node.start_pod(name, template={D: count})
 
 
@@ -107,7 +107,7 @@ def test_the_agent_is_ready_before_its_plugin(scene: Scene) -> None:
 
 
 def test_a_claim_gets_what_the_plugin_says(scene: Scene) -> None:
-    """A claim gets the variables, nodes, mounts and CDI devices of the plugin's answer for the ids of its request."""
+    """A claim gets the variables, nodes, mounts and CDI devices that the plugin's Allocate gives for its devices."""
     scene.agent()
     answer: dict[str, Any] = {
         "env": {"GADGETS": "{ids}"},
@@ -136,7 +136,7 @@ OTHER, OTHER_D = "example.com/terminal", "terminal.example.com"
 @pytest.mark.parametrize("form", ["nodes", "cdi"])
 @pytest.mark.parametrize("restart", [False, True])
 def test_a_node_that_another_resource_lists_as_well(scene: Scene, restart: bool, form: str) -> None:
-    """A claim has a node from the plugin: no pod or claim gets the node from another resource before the claim ends."""
+    """While a claim has a node through the plugin, no pod or claim gets the same node through another resource."""
     scene.node.server.create(device_class(OTHER, OTHER_D))
     adopted = {"name": RESOURCE, "driver": D, "devices": [{"plugin": {"claims": True}}], "dra": {"share": "all"}}
     other = {"name": OTHER, "driver": OTHER_D, "devices": [{"path": "/dev/tty"}]}
@@ -166,7 +166,7 @@ def test_a_node_that_another_resource_lists_as_well(scene: Scene, restart: bool,
 
 
 def test_a_node_that_a_pod_has_from_another_resource(scene: Scene) -> None:
-    """A pod has the node from another resource: the claim of the plugin's device waits until the pod has ended."""
+    """While a pod has a node through another resource, a claim for the plugin's device with this node waits."""
     adopted = {"name": RESOURCE, "driver": D, "devices": [{"plugin": {"claims": True}}], "dra": {"share": "all"}}
     scene.write_config(adopted, {"name": OTHER, "devices": [{"path": "/dev/tty"}]})
     scene.agent()
@@ -182,7 +182,7 @@ def test_a_node_that_a_pod_has_from_another_resource(scene: Scene) -> None:
 
 
 def test_slices_have_what_consumers_look_for(scene: Scene) -> None:
-    """Slices have the config's attributes and capacity, with the vendor's id in place of {id}."""
+    """Slices have the attributes and the capacity of the config, with the plugin's device id in place of {id}."""
     name = {"k8s.cni.cncf.io/deviceID": "{id}", "k8s.cni.cncf.io/resourceName": RESOURCE}
     scene.write(attributes={**name, "model": "g1"}, capacity={"memory": "1Gi"})
     scene.agent()
@@ -196,7 +196,7 @@ def test_slices_have_what_consumers_look_for(scene: Scene) -> None:
 
 
 def test_sides(scene: Scene) -> None:
-    """With a share of 1 of 2 devices, a claim gets one device and a pod with limits gets the other."""
+    """If one of two devices is for claims, a claim gets one device, and a pod with limits gets the other."""
     scene.write(dra={"share": 1})
     scene.agent()
     scene.vendor(resource("g0", "g1", env={"GADGETS": "{ids}"}))
@@ -209,7 +209,7 @@ def test_sides(scene: Scene) -> None:
 
 @pytest.mark.parametrize("reload", [False, True])
 def test_devices_of_a_resource_that_is_passed_through_return(scene: Scene, *, reload: bool) -> None:
-    """The config no longer names the resource when its plugin comes: all devices return to pods with limits."""
+    """If the config no longer names the resource when its plugin registers, limits get all its devices again."""
     agent = scene.agent()
     vendor = scene.vendor(resource("g0", "g1"))
     scene.wait_offered(2)
@@ -229,7 +229,7 @@ def test_devices_of_a_resource_that_is_passed_through_return(scene: Scene, *, re
     scene.node.wait_allocatable(RESOURCE, 2)
 
 
-# A9: the plugin's hostPath is reverted.
+# The patch of the plugin's hostPath is reverted, so that the plugin registers with the kubelet, not with the agent.
 
 
 def events(scene: Scene) -> list[str]:
@@ -237,7 +237,7 @@ def events(scene: Scene) -> list[str]:
 
 
 def kept_from_pods(scene: Scene, past: Vendor) -> None:
-    """A pod with limits fails at admission while claims have the devices, and the plugin gets no Allocate."""
+    """Check that a pod with limits fails at admission, since claims have devices, and the plugin gets no Allocate."""
     before = len(past.calls("Allocate"))
     pod = scene.node.run_pod("limited", {RESOURCE: 1}, check=False)
     assert (pod.phase, pod.reason) == ("Failed", "UnexpectedAdmissionError")
@@ -245,7 +245,7 @@ def kept_from_pods(scene: Scene, past: Vendor) -> None:
 
 
 def test_a_reverted_path_of_a_plugin_that_lists_what_the_agent_lists(scene: Scene) -> None:
-    """The plugin registers with the kubelet, with the agent's own list: the agent registers again, with an alarm."""
+    """A plugin registers the agent's own list with the kubelet: the agent registers again, and writes an Event."""
     _, vendor, claimed = scene.claimed()
     vendor.stop()
     scene.wait_log("the vendor's plugin has disconnected")
@@ -262,7 +262,7 @@ def test_a_reverted_path_of_a_plugin_that_lists_what_the_agent_lists(scene: Scen
 
 
 def test_a_plugin_of_another_resource_comes_back_while_the_adopted_one_is_away(scene: Scene) -> None:
-    """Another resource's plugin restarts while the adopted one is away: the agent registers again, without alarm."""
+    """Another resource's plugin restarts while the adopted one is away: the agent registers again, without an Event."""
     other = scene.vendor(resource("o0", name="other.example/gadget"))
     other.move(scene.node.device_plugin_dir)
     scene.node.wait_allocatable("other.example/gadget", 1)
@@ -279,7 +279,7 @@ def test_a_plugin_of_another_resource_comes_back_while_the_adopted_one_is_away(s
 
 
 def test_an_agent_that_starts_after_the_path_was_reverted(scene: Scene) -> None:
-    """The plugin is registered with the kubelet when the agent starts: the agent registers, and pods get no device."""
+    """If the plugin is registered with the kubelet when the agent starts, the agent registers; pods get no device."""
     agent, vendor, claimed = scene.claimed()
     agent.terminate()
     vendor.move(scene.node.device_plugin_dir)
@@ -289,7 +289,7 @@ def test_an_agent_that_starts_after_the_path_was_reverted(scene: Scene) -> None:
     scene.wait_offered(0)
     scene.node.wait_allocatable(RESOURCE, 0)
     kept_from_pods(scene, vendor)
-    # The plugin lists again, and a pod is admitted before the agent notices: the agent gets the Allocate call.
+    # The plugin sends a new list, and a pod is admitted before the agent notices: the agent gets the Allocate call.
     agent = scene.agents[-1]
     agent.process.send_signal(signal.SIGSTOP)
     vendor.health(g0="Healthy", g1="Healthy", g2="Healthy")
@@ -297,11 +297,11 @@ def test_an_agent_that_starts_after_the_path_was_reverted(scene: Scene) -> None:
     pod = scene.node.start_pod("scheduled", {RESOURCE: 3})
     scene.node.wait_until(lambda: any(one.method == "Allocate" and one.done is None for one in scene.node.rpc_log))
     agent.process.send_signal(signal.SIGCONT)
-    scene.node.wait_until(lambda: pod.terminal)  # by Allocate, or before Allocate if the agent was faster
+    scene.node.wait_until(lambda: pod.terminal)  # Allocate is refused, or not called if the agent was faster
     assert not pod.running
     assert len(vendor.calls("Allocate")) == 1
     assert claimed.running
-    # No claim is left: the agent does not register again, and the kubelet counts the plugin as stopped.
+    # No claim is left, so the agent does not register again, and the kubelet counts the plugin as stopped.
     claimed.delete()
     scene.wait_log("restart the plugin's pod")
     scene.node.wait_until(lambda: scene.node.streams(RESOURCE) == 1)
@@ -315,10 +315,10 @@ def test_an_agent_that_starts_after_the_path_was_reverted(scene: Scene) -> None:
     "how", ["reload", "two reloads", "restart", "restart that adopts nothing", "restart without ledger"]
 )
 def test_a_reverted_path_after_the_config_has_dropped_the_resource(scene: Scene, how: str) -> None:
-    """The config has dropped the resource, and its plugin registers with the kubelet: pods get no device of a claim.
+    """The config has dropped a resource, and its plugin registers with the kubelet: pods get no device of a claim.
 
-    The alarm is raised as if the config still named the resource. Manifests without an adopted resource have no
-    `--adopt`.
+    Unless the ledger is lost, the agent writes an Event, as if the config still named the resource. "adopts nothing":
+    the agent has no `--adopt`, as in manifests without an adopted resource.
     """
     adopts = how != "restart that adopts nothing"
     agent, vendor, claimed = scene.claimed()
@@ -348,14 +348,14 @@ def test_a_reverted_path_after_the_config_has_dropped_the_resource(scene: Scene,
     scene.wait_log("another plugin has registered this resource with the kubelet")
     scene.node.wait_allocatable(RESOURCE, 0)
     kept_from_pods(scene, vendor)
-    if how != "restart without ledger":  # without its ledger no driver has the resource
+    if how != "restart without ledger":  # without the ledger no driver has the resource
         wait_for("the Event", lambda: "AdoptedPluginBypassed" in events(scene), 10)
         scene.wait_log("instead of this agent, while claims have devices")
-    if not adopts:  # the plugin is in the kubelet's directory, as the config says
+    if not adopts:  # the plugin rightly is in the kubelet's directory
         claimed.delete()
         scene.node.wait_until(lambda: scene.node.streams(RESOURCE) == 1)
         return
-    # The plugin comes back to the agent's directory: its free device goes to pods.
+    # The plugin comes back to the agent's directory: its free device is for limits.
     vendor.move(scene.directory)
     scene.node.wait_allocatable(RESOURCE, 1)
     claimed.delete()
@@ -363,7 +363,7 @@ def test_a_reverted_path_after_the_config_has_dropped_the_resource(scene: Scene,
 
 
 def test_an_agent_that_starts_while_a_plugin_past_it_allocates(scene: Scene) -> None:
-    """An agent starts while a plugin answers Allocate to the kubelet: the agent's list has all of its ids.
+    """If an agent starts while a plugin answers the kubelet's Allocate, the agent's list has all ids of the plugin.
 
     Kubelet 1.36.3 crashes if the list lacks an id in allocation (devicemanager/manager.go:923).
     """
@@ -374,7 +374,7 @@ def test_an_agent_that_starts_while_a_plugin_past_it_allocates(scene: Scene) -> 
     scene.pod().wait_running()
     agent.terminate()
     vendor.stop()
-    # g2 is new: no register has it.
+    # g2 is new: the agent's register does not have it.
     (hold := scene.where / "hold").touch()
     past = Vendor(scene.where, scene.node.device_plugin_dir, resource("g0", "g1", "g2"), hold=str(hold))
     scene.vendors.append(past.start())
@@ -391,7 +391,7 @@ def test_an_agent_that_starts_while_a_plugin_past_it_allocates(scene: Scene) -> 
 
 
 def test_an_agent_that_starts_without_its_plugin_waits_for_it(scene: Scene) -> None:
-    """An agent starts without its plugin: what the kubelet lists from the former agent is no sign of another plugin."""
+    """If an agent starts without its plugin, it does not take the former agent's list for that of another plugin."""
     agent, vendor, _ = scene.claimed()
     agent.kill()
     vendor.stop(kill=True)
@@ -404,7 +404,7 @@ def test_an_agent_that_starts_without_its_plugin_waits_for_it(scene: Scene) -> N
 
 
 def test_two_instances_while_nothing_is_for_claims(scene: Scene) -> None:
-    """A second plugin registers with the kubelet while claims have nothing: the agent registers again, no alarm."""
+    """If a second plugin registers with the kubelet while no device is for claims, the agent only registers again."""
     scene.write(dra={"share": "none"})
     scene.agent()
     scene.vendor(resource("g0", "g1"))

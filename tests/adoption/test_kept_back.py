@@ -1,4 +1,4 @@
-"""Which devices stay registered with the kubelet while their plugin is away."""
+"""Which devices the agent still lists to the kubelet while the adopted plugin is away."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ R = "vendor.example/gadget"
 
 
 async def test_those_that_claims_have_or_may_get(tmp_path: Path) -> None:
-    """Devices that claims have or may get stay registered; a device that pods may get does not."""
+    """Devices that claims have or may get stay listed, so that pods do not get them; other devices do not."""
     store = MemoryStore()
     endpoint = AdoptedEndpoint(
         AdoptedSource(R, VendorPlugins(tmp_path)), Inventory(R), AllocationsInFlight(), register=Register(store=store)
@@ -31,7 +31,7 @@ async def test_those_that_claims_have_or_may_get(tmp_path: Path) -> None:
 
 
 async def test_what_the_kubelet_has_stays_in_the_list(tmp_path: Path) -> None:
-    """Ids that the kubelet knows stay in the list while the plugin lists none; a claim's id stays unhealthy."""
+    """Ids that the kubelet knows stay listed as unhealthy while the plugin lists none; a claim's id stays unhealthy."""
     store, inventory = MemoryStore(), Inventory(R)
     endpoint = AdoptedEndpoint(
         AdoptedSource(R, VendorPlugins(tmp_path)), inventory, AllocationsInFlight(), register=Register(store=store)

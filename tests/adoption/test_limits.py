@@ -1,4 +1,4 @@
-"""Vendors' plugins behind `deviceplugin run --adopt`: pods get the same as from the plugin alone."""
+"""Plugins that register with `deviceplugin run --adopt`: pods get the same as from the plugin alone."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.testing.vendor import RESOURCE, Vendor, resource
 
 
 class Node(Adopted):
-    """The fake kubelet, the agent, and a vendor's plugin in the agent's directory."""
+    """The fake kubelet, an agent, and a stand-in plugin in the agent's directory."""
 
     def __init__(self, kubelet: FakeKubelet, where: Path) -> None:
         super().__init__(where)
@@ -27,18 +27,18 @@ class Node(Adopted):
         self.write_config({"name": RESOURCE, "devices": [{"plugin": {}}]})
 
     def agent(self) -> AgentProcess:
-        """Start the agent, and wait until plugins can register."""
+        """Start the agent, and wait until plugins can register with it."""
         return self.run_agent("deviceplugin", *self.kubelet.arguments)
 
     def adopt(self, *resources: dict[str, Any], count: int = 2, **quirks: Any) -> Vendor:
-        """Start agent and plugin, and wait until `count` devices of the plugin are offered."""
+        """Start agent and plugin, and wait until the kubelet has `count` healthy devices of the plugin."""
         self.agent()
         vendor = self.vendor(*resources, **quirks)
         self.kubelet.wait_allocatable(RESOURCE, count)
         return vendor
 
     def run_second(self, first: FakePod) -> None:
-        """Run a second pod, and check that the two pods have different devices."""
+        """Run a second pod, and check that it has another device than the first."""
         second = self.kubelet.run_pod("second", {RESOURCE: 1})
         assert {*first.device_ids, *second.device_ids} == {"g0", "g1"}
 
@@ -65,7 +65,7 @@ ANSWER: dict[str, Any] = {
 
 
 def test_the_answer_is_the_plugins(node: Node) -> None:
-    """The kubelet gets the plugin's answer byte for byte, with unknown fields and duplicates."""
+    """The kubelet gets the plugin's AllocateResponse byte for byte, also with unknown fields and duplicates."""
     vendor = node.adopt(resource("g0", "g1", **ANSWER))
     (socket,) = node.kubelet.device_plugin_dir.glob("vendor.example_gadget-*.sock")
     request = pb.AllocateRequest(container_requests=[pb.ContainerAllocateRequest(devices_ids=["g1", "g0"])])
@@ -77,7 +77,7 @@ def test_the_answer_is_the_plugins(node: Node) -> None:
 
 
 def test_ids_are_the_vendors(node: Node) -> None:
-    """Ids of any form reach the plugin unchanged: long, with spaces or slashes, or like a replica's id."""
+    """Device ids of any form reach the plugin unchanged: long, with spaces or slashes, or like a replica's id."""
     ids = ["nvidia0/vgpu0", "a b", "x" * 100, "GPU-1::0", "GPU-1::1", "ü"]
     vendor = node.adopt(resource(*ids), count=6)
     node.kubelet.run_pod("p", {RESOURCE: 6})
@@ -107,7 +107,7 @@ def test_lists_are_sets(node: Node) -> None:
 
 @pytest.mark.parametrize("empty_last", [False, True])
 def test_the_plugin_ends_and_comes_back(node: Node, empty_last: bool) -> None:
-    """While the plugin is away nothing is offered and pods keep their devices; after its return all is as before."""
+    """While the plugin is away, no device is offered and pods keep theirs; after its return devices are offered."""
     vendor = node.adopt(empty_last=empty_last)
     first = node.kubelet.run_pod("first", {RESOURCE: 1})
     vendor.stop(kill=not empty_last)
@@ -121,7 +121,7 @@ def test_the_plugin_ends_and_comes_back(node: Node, empty_last: bool) -> None:
 
 @pytest.mark.parametrize("ends", ["plugin", "both"])
 def test_a_device_under_another_id_is_not_given_again(node: Node, ends: str) -> None:
-    """A restarted plugin gives its devices other ids: no id is granted that may be the device of a running pod."""
+    """If a restarted plugin gives its devices other ids, no id is granted that may be a running pod's device."""
     vendor = node.adopt()
     first = node.kubelet.run_pod("first", {RESOURCE: 1})
     vendor.stop()
@@ -140,7 +140,7 @@ def test_a_device_under_another_id_is_not_given_again(node: Node, ends: str) -> 
 
 
 def test_a_device_that_was_listed_beside_a_held_one_is_another(node: Node) -> None:
-    """A held device vanishes from the list: a device that was listed with it stays offered, a new one does not."""
+    """If a held device vanishes, a new id may be that device and is withheld; an id that was listed before is not."""
     vendor = node.adopt()
     first = node.kubelet.run_pod("first", {RESOURCE: 1})
     (other,) = {"g0", "g1"}.difference(first.device_ids)
@@ -170,9 +170,9 @@ FORMS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(params=FORMS)
 def listed_twice(node: Node, request: pytest.FixtureRequest) -> Node:
-    """A node whose agent lists the node of the plugin's devices g0 and g1 under another resource, too.
+    """A fixture in which another resource of the agent has the same device node as the plugin's devices g0 and g1.
 
-    The plugin's responses name the node by its path, or by a CDI device of a static spec.
+    The plugin's responses name the device node by its path, or by a CDI device of a static spec.
     """
     node.write_config(
         {"name": RESOURCE, "devices": [{"plugin": {}}]}, {"name": OTHER, "devices": [{"path": "/dev/tty"}]}
@@ -187,7 +187,7 @@ def listed_twice(node: Node, request: pytest.FixtureRequest) -> Node:
 
 @pytest.mark.parametrize("restart", [False, True])
 def test_a_node_that_another_resource_lists_as_well(listed_twice: Node, restart: bool) -> None:
-    """A pod has a node from the plugin: no pod gets it from the other resource before all such pods have ended."""
+    """While pods have a device node through the plugin, no pod gets the same node through another resource."""
     kubelet = listed_twice.kubelet
     first, second = (kubelet.run_pod(name, {RESOURCE: 1}) for name in ("first", "second"))
     kubelet.wait_allocatable(OTHER, 0)
@@ -206,7 +206,7 @@ def test_a_node_that_another_resource_lists_as_well(listed_twice: Node, restart:
 
 
 def test_a_node_that_a_pod_has_from_another_resource(listed_twice: Node) -> None:
-    """A pod has the node from another resource: Allocate of the plugin's id is refused, and the id is withheld."""
+    """While a pod has a device node through another resource, the plugin's ids with this node are refused."""
     kubelet = listed_twice.kubelet
     first = kubelet.run_pod("first", {OTHER: 1})
     for count, name in ((1, "second"), (0, "third")):
@@ -220,7 +220,7 @@ def test_a_node_that_a_pod_has_from_another_resource(listed_twice: Node) -> None
 
 
 def test_a_node_that_exists_only_after_allocate(node: Node) -> None:
-    """The plugin names a node that does not exist yet. Once it exists, the pod has its device."""
+    """If the plugin's response names a node that does not exist yet, the pod holds the node's device once it exists."""
     late, kubelet = node.where / "late", node.kubelet
     node.write_config(
         {"name": RESOURCE, "devices": [{"plugin": {}}]}, {"name": OTHER, "devices": [{"path": "/dev/tty"}]}
@@ -239,7 +239,7 @@ def test_a_node_that_exists_only_after_allocate(node: Node) -> None:
 
 @pytest.mark.parametrize("unlisted", ["dropped", "restart", "another agent"])
 def test_a_node_that_a_pod_has_from_a_resource_that_the_agent_does_not_list(node: Node, unlisted: str) -> None:
-    """The pod's resource has left the config, or another agent serves it: the plugin's device is not allocated."""
+    """A pod has a node through a resource that this agent does not serve: the plugin's device with it is refused."""
     kubelet, terminal = node.kubelet, {"name": OTHER, "devices": [{"path": "/dev/tty"}]}
     adopted = {"name": RESOURCE, "devices": [{"plugin": {}}]}
     node.write_config(*([adopted] if unlisted == "another agent" else [adopted, terminal]))
@@ -267,7 +267,7 @@ def test_a_node_that_a_pod_has_from_a_resource_that_the_agent_does_not_list(node
 
 
 def test_the_plugin_goes_back_to_the_kubelet(node: Node) -> None:
-    """A plugin registers with the kubelet again while the agent runs: only the plugin serves, and pods keep devices."""
+    """If a plugin registers with the kubelet while the agent runs, the plugin serves alone, and pods keep devices."""
     vendor = node.adopt()
     first = node.kubelet.run_pod("first", {RESOURCE: 1})
     vendor.stop()
@@ -279,7 +279,7 @@ def test_the_plugin_goes_back_to_the_kubelet(node: Node) -> None:
     node.kubelet.restart()
     node.kubelet.wait_registered(RESOURCE, 3)
     node.kubelet.wait_allocatable(RESOURCE, 2)
-    vendor.wait("registered", 3)  # The fake notes the registration after the list, which it takes within Register.
+    vendor.wait("registered", 3)  # the fake kubelet takes the list before it answers Register
     assert len(vendor.calls("registered")) == 3
 
 
@@ -306,7 +306,7 @@ def test_the_plugin_goes_back_to_the_kubelet(node: Node) -> None:
 def test_the_agent_restarts(node: Node, quirks: Mapping[str, Any], ends: int | None) -> None:
     """After a restart of the agent the plugin registers with the next agent, and pods keep their devices."""
     agent = node.agent()
-    # Until the agent's kubelet.sock is back the plugin may fail to register: it tries three times.
+    # The plugin tries to register three times, as the agent's kubelet.sock may not be back yet.
     vendor = node.vendor(**{"retry": 1.0, **quirks})
     node.kubelet.wait_allocatable(RESOURCE, 2)
     first = node.kubelet.run_pod("first", {RESOURCE: 1})
@@ -322,7 +322,7 @@ def test_the_agent_restarts(node: Node, quirks: Mapping[str, Any], ends: int | N
 
 @pytest.mark.parametrize("trigger", ["create", "own-socket", "poll"])
 def test_a_second_agent_of_the_directory_takes_no_plugin(node: Node, trigger: str) -> None:
-    """A second agent of the same directory ends with an error; the first agent and its plugins are not affected."""
+    """A second agent with the same --adopt directory ends with an error, and the first agent keeps its plugins."""
     first = node.agent()
     vendor = node.vendor(trigger=trigger)
     node.kubelet.wait_allocatable(RESOURCE, 2)
@@ -340,7 +340,7 @@ def test_a_second_agent_of_the_directory_takes_no_plugin(node: Node, trigger: st
 
 
 def test_the_kubelet_restarts(node: Node) -> None:
-    """After a kubelet restart the agent registers again at once; the plugin is not involved."""
+    """After a kubelet restart the agent registers again; the plugin does not, and its stream to the agent goes on."""
     vendor = node.adopt(stream_end="panic", second_stream="panic")
     first = node.kubelet.run_pod("first", {RESOURCE: 1})
     node.kubelet.restart()
@@ -352,7 +352,7 @@ def test_the_kubelet_restarts(node: Node) -> None:
 
 
 def test_optional_calls_are_passed_on(node: Node) -> None:
-    """GetPreferredAllocation and PreStartContainer are passed to a plugin that announces them."""
+    """The agent passes GetPreferredAllocation and PreStartContainer to a plugin whose options announce them."""
     vendor = node.adopt(pre_start=True, preferred=True)
     pod = node.kubelet.run_pod("p", {RESOURCE: 1})
     assert pod.device_ids == ("g1",)
@@ -360,7 +360,7 @@ def test_optional_calls_are_passed_on(node: Node) -> None:
 
 
 def test_a_plugin_of_the_plugin_watcher(node: Node) -> None:
-    """A plugin that waits in the agent's plugins_registry is asked for its registration and served."""
+    """The agent registers a plugin that has its socket in the agent's plugins_registry, as the kubelet would."""
     other = "vendor.example/other"
     vendor = node.adopt(resource(), resource("o0", name=other), watcher="stop")
     node.kubelet.wait_allocatable(other, 1)
@@ -375,7 +375,7 @@ def test_a_plugin_of_the_plugin_watcher(node: Node) -> None:
 
 
 def test_without_options_nothing_optional_is_called(node: Node) -> None:
-    """A plugin that announces no optional call gets none."""
+    """A plugin whose options announce no optional calls gets none of these calls."""
     vendor = node.adopt()
     node.kubelet.run_pod("p", {RESOURCE: 1})
     assert not vendor.calls("PreStartContainer")
@@ -401,7 +401,7 @@ def test_the_plugins_error_is_the_answer(node: Node) -> None:
 @pytest.mark.parametrize("kill", [True, False])
 @pytest.mark.parametrize("call", ["GetPreferredAllocation", "Allocate"])
 def test_a_plugin_that_ends_while_it_is_asked(node: Node, call: str, *, kill: bool) -> None:
-    """A plugin ends during a call: the pod's message names the plugin and the call; the next pod gets the device."""
+    """If a plugin ends during a call, the pod's message names plugin and call; a later pod gets the device."""
     (hold := node.where / "hold").touch()
     vendor = node.adopt(resource("g0"), hold=str(hold), held=call, preferred=True, count=1)
     pod = node.kubelet.start_pod("p", {RESOURCE: 1})
@@ -411,7 +411,7 @@ def test_a_plugin_that_ends_while_it_is_asked(node: Node, call: str, *, kill: bo
     where = node.directory / "vendor.example_gadget-vendor.sock"
     assert f"{RESOURCE}: the vendor's plugin at {where} ended, or cannot be reached, during {call}" in pod.message
     hold.unlink()
-    node.kubelet.wait_allocatable(RESOURCE, 0)  # else the former list would count as the new one
+    node.kubelet.wait_allocatable(RESOURCE, 0)  # else the former list would be taken for the new one
     vendor.start()
     node.kubelet.wait_allocatable(RESOURCE, 1)
     node.kubelet.run_pod("q", {RESOURCE: 1})
@@ -419,7 +419,7 @@ def test_a_plugin_that_ends_while_it_is_asked(node: Node, call: str, *, kill: bo
 
 @pytest.mark.parametrize("kill", [True, False])
 def test_a_plugin_that_ends_before_a_container_starts(node: Node, *, kill: bool) -> None:
-    """A plugin ends before PreStartContainer: the error names it; the container starts when the plugin is back."""
+    """If a plugin ends during PreStartContainer, the error names it; the container starts when the plugin is back."""
     (hold := node.where / "hold").touch()
     vendor = node.adopt(resource("g0"), hold=str(hold), held="PreStartContainer", pre_start=True, count=1)
     pod = node.kubelet.start_pod("p", {RESOURCE: 1})
@@ -435,9 +435,9 @@ def test_a_plugin_that_ends_before_a_container_starts(node: Node, *, kill: bool)
 
 
 def test_ids_are_checked_against_the_live_list(node: Node) -> None:
-    """An id that the plugin no longer lists is not allocatable, though a pod holds it and the plugin takes any id."""
+    """A device that the plugin no longer lists is not allocatable, even while a pod holds it."""
     vendor = node.adopt(unknown_ids=True)
-    # The kubelet still counts the device while a pod has it.
+    # The kubelet counts a device until its pod has ended.
     pod = node.kubelet.run_pod("p", {RESOURCE: 2})
     vendor.show(resource("g1"))
     node.kubelet.wait_allocatable(RESOURCE, 1)
@@ -446,7 +446,7 @@ def test_ids_are_checked_against_the_live_list(node: Node) -> None:
 
 
 def test_a_reload_takes_a_resource_away_from_its_plugin(node: Node) -> None:
-    """A reload gives a resource to the config's own devices, and another reload gives it back to the plugin."""
+    """A reload can replace a resource's plugin by devices of the config, and a further reload does the reverse."""
     agent = node.agent()
     node.vendor()
     node.kubelet.wait_allocatable(RESOURCE, 2)

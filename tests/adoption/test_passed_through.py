@@ -1,4 +1,4 @@
-"""Resources that no config names, and that a plugin has registered."""
+"""Resources of adopted plugins that the config does not name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ R = "vendor.example/gadget"
 
 
 class Plugins(VendorPlugins):
-    """Plugins whose registrations a test sets."""
+    """Adopted plugins whose registered resources a test sets."""
 
     names: frozenset[str] = frozenset()
 
@@ -28,7 +28,7 @@ class Plugins(VendorPlugins):
 
 
 class Side(ClaimSide):
-    """Records the sources that it gets."""
+    """Stands in for the part that serves claims: records the resources that the agent adds."""
 
     def __init__(self) -> None:
         self.resources: list[tuple[str, str]] = []
@@ -38,7 +38,7 @@ class Side(ClaimSide):
 
 
 async def test_a_plugin_registers_while_its_resource_is_ended(tmp_path: Path) -> None:
-    """A plugin registers while a reload ends its resource: the resource is served again afterwards."""
+    """If a plugin registers while a reload ends its resource, the resource is served again afterwards."""
     plugins = Plugins(tmp_path)
     side = Side()
     agent = Agent([AdoptedSource(R, plugins)], Paths(tmp_path), claim_side=side, vendors=plugins)

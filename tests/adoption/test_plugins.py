@@ -1,4 +1,4 @@
-"""The agent in the kubelet's place: registrations, streams and lists, with plugins in this process."""
+"""The agent in the kubelet's place for adopted plugins: registrations, ListAndWatch streams and device lists."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ OPTIONS = (("grpc.default_authority", "localhost"), ("grpc.use_local_subchannel_
 
 
 class Plugin(DevicePluginServicer):
-    """A plugin of one resource, which sends the lists that a test gives."""
+    """A plugin of one resource, which sends the device lists that a test gives."""
 
     def __init__(self, directory: Path, socket: str = "vendor.sock") -> None:
         self.directory, self.socket = directory, socket
@@ -76,7 +76,7 @@ def directory() -> Iterator[Path]:
 
 @asynccontextmanager
 async def serving(directory: Path) -> AsyncIterator[VendorPlugins]:
-    """Serve the directory until the end of the block."""
+    """Serve the directory in which plugins register, until the end of the block."""
     vendors = VendorPlugins(directory)
     task = asyncio.create_task(vendors.run())
     await until(lambda: (directory / "kubelet.sock").exists() or task.done())
@@ -111,7 +111,7 @@ def healthy(one: VendorList) -> list[str]:
 
 
 async def test_one_stream_for_an_endpoint(directory: Path) -> None:
-    """A plugin that registers the same endpoint again keeps its one stream, and its next list counts."""
+    """A plugin that registers the same endpoint again keeps its one stream; the next list on it counts."""
     async with serving(directory) as vendors, plugin(directory) as vendor:
         await vendor.register()
         vendor.show("a")
@@ -125,7 +125,7 @@ async def test_one_stream_for_an_endpoint(directory: Path) -> None:
 
 
 async def test_an_agent_that_ends_says_nothing_of_plugins(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """An agent that ends its streams does not report that the plugins have gone."""
+    """An agent that ends does not warn that its plugins have disconnected."""
     async with contextlib.AsyncExitStack() as stack:
         async with serving(directory):
             vendor = await stack.enter_async_context(plugin(directory))
@@ -135,7 +135,7 @@ async def test_an_agent_that_ends_says_nothing_of_plugins(directory: Path, caplo
 
 
 async def test_the_newest_endpoint_counts(directory: Path) -> None:
-    """After a registration with another endpoint the former endpoint's lists are ignored; its stream stays open."""
+    """After a registration with a new endpoint, lists of the former endpoint are ignored; its stream stays open."""
     seen: list[VendorList] = []
     async with (
         serving(directory) as vendors,
@@ -159,7 +159,7 @@ async def test_the_newest_endpoint_counts(directory: Path) -> None:
 
 
 async def test_what_vanishes_is_forgotten_after_the_grace(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Devices that the plugin no longer lists are unhealthy at once, and gone after the grace period."""
+    """Devices that the plugin no longer lists are unhealthy at once, and are removed after the grace period."""
     monkeypatch.setattr(plugins, "GRACE", 0.3)
     seen: list[VendorList] = []
     async with serving(directory) as vendors:
@@ -179,7 +179,7 @@ async def test_what_vanishes_is_forgotten_after_the_grace(directory: Path, monke
 
 
 async def test_an_empty_first_list_is_waited_out(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An empty first list counts only after the grace period: then there are no devices."""
+    """An empty first list of a plugin counts only if no other list follows within the grace period."""
     monkeypatch.setattr(plugins, "GRACE", 0.3)
     seen: list[VendorList] = []
     async with serving(directory) as vendors, plugin(directory) as vendor:
@@ -202,14 +202,14 @@ async def test_an_empty_first_list_is_waited_out(directory: Path, monkeypatch: p
     [(RESOURCE, "v1alpha1", "API version 'v1alpha1' is not v1beta1"), ("gadget", "v1beta1", "gadget")],
 )
 async def test_what_the_kubelet_refuses_is_refused(directory: Path, resource: str, version: str, words: str) -> None:
-    """Register refuses another API version, and a name that no extended resource can have, as the kubelet does."""
+    """Register is refused for another API version or an invalid resource name, as by the kubelet."""
     async with serving(directory), plugin(directory) as vendor:
         with pytest.raises(grpc.aio.AioRpcError, match=words):
             await vendor.register(resource, version)
 
 
 async def test_an_endpoint_that_is_not_there_is_refused(directory: Path) -> None:
-    """Register with an endpoint that cannot be reached fails, and the former endpoint stays."""
+    """Register with an endpoint that cannot be reached fails, and the plugin's former endpoint stays registered."""
     async with serving(directory) as vendors, plugin(directory) as vendor:
         await vendor.register()
         vendor.socket = "nowhere.sock"
@@ -220,7 +220,7 @@ async def test_an_endpoint_that_is_not_there_is_refused(directory: Path) -> None
 
 
 async def test_a_successor_keeps_its_socket(directory: Path) -> None:
-    """The next agent waits for the end of the former one; the former removes its own socket only."""
+    """The next agent serves the directory after the former one's end, and removes old sockets, not other files."""
     (directory / "notes").touch()
     async with contextlib.AsyncExitStack() as stack:
         first = stack.enter_async_context(serving(directory))
@@ -239,7 +239,7 @@ async def test_a_successor_keeps_its_socket(directory: Path) -> None:
 
 
 async def test_a_directory_that_cannot_be_used(directory: Path) -> None:
-    """A directory with too long a path, or that is no directory, is an error that names the option and the cause."""
+    """A directory whose path is too long, or that cannot be created, is an error that names the cause."""
     for path, words in ((directory / ("x" * 90), "too long"), (directory / "file" / "below", "Not a directory")):
         (directory / "file").touch()
         with pytest.raises(AdoptionError, match=words):
@@ -249,7 +249,7 @@ async def test_a_directory_that_cannot_be_used(directory: Path) -> None:
 async def test_an_agent_that_no_plugin_can_register_with_ends(
     directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """An agent whose server for plugins fails ends with the error in the log, so that it is started again."""
+    """If the agent's server for plugins fails, the agent ends with the error in the log, so that it is restarted."""
 
     async def lost(self: PluginWatcher) -> None:
         raise OSError(errno.EMFILE, "Too many open files")
@@ -263,7 +263,7 @@ async def test_an_agent_that_no_plugin_can_register_with_ends(
 
 
 def test_lists_are_compared_as_sets() -> None:
-    """Two lists are equal whatever the order of devices and of their NUMA nodes."""
+    """Device lists are equal whatever the order of their devices."""
     devices = [pb.Device(ID=name, health="Healthy") for name in "abc"]
     for one in devices:
         one.topology.nodes.extend([pb.NUMANode(ID=1), pb.NUMANode(ID=0)])
@@ -273,7 +273,7 @@ def test_lists_are_compared_as_sets() -> None:
 
 
 class Watched(RegistrationServicer):
-    """A plugin that waits to be asked. info: answers to GetInfo; the last one repeats."""
+    """A plugin that waits to be asked by GetInfo. info: its answers, of which the last repeats."""
 
     def __init__(self, plugin: Plugin, *info: registration_pb.PluginInfo) -> None:
         self.plugin = plugin
@@ -300,7 +300,7 @@ def info(endpoint: str = "/var/lib/kubelet/plugins_registry/vendor.sock", **more
 async def watched(
     directory: Path, *infos: registration_pb.PluginInfo, socket: str = "vendor.sock"
 ) -> AsyncIterator[Watched]:
-    """Run a plugin in the plugins_registry until the end of the block."""
+    """Run a plugin with its socket in the agent's plugins_registry until the end of the block."""
     (registry := directory / plugins.REGISTRY).mkdir(exist_ok=True)
     (registry / socket).parent.mkdir(exist_ok=True)
     made = Plugin(registry, socket)  # type: ignore[abstract]  # these calls are enough
@@ -320,7 +320,7 @@ async def listed_by(vendors: VendorPlugins) -> None:
 @pytest.mark.parametrize("endpoint", ["/var/lib/kubelet/plugins_registry/vendor.sock", "", "vendor.sock"])
 @pytest.mark.parametrize("before", [True, False])
 async def test_plugins_that_wait_to_be_asked(directory: Path, endpoint: str, before: bool) -> None:
-    """Sockets in the registry are asked, also those from before the agent's start; the plugin names its endpoint."""
+    """The agent asks each socket in plugins_registry for a plugin, also those from before the agent's start."""
     async with contextlib.AsyncExitStack() as stack:
         if before:
             one = await stack.enter_async_context(watched(directory, info(endpoint)))
@@ -334,7 +334,7 @@ async def test_plugins_that_wait_to_be_asked(directory: Path, endpoint: str, bef
 
 
 async def test_a_socket_below_the_registry(directory: Path) -> None:
-    """A socket in a directory that is created later is found; names that begin with a dot are ignored."""
+    """A socket in a new subdirectory of plugins_registry is found; a name that begins with a dot is ignored."""
     async with (
         serving(directory) as vendors,
         watched(directory, socket=".hidden.sock") as hidden,
@@ -345,7 +345,7 @@ async def test_a_socket_below_the_registry(directory: Path) -> None:
 
 
 async def test_the_service_may_be_among_the_others(directory: Path) -> None:
-    """A plugin of the registry may have its endpoint in the device plugin directory."""
+    """A plugin with a socket in plugins_registry may have its endpoint in the device plugin directory."""
     async with (
         serving(directory) as vendors,
         plugin(directory, "service.sock") as service,
@@ -366,7 +366,7 @@ async def test_the_service_may_be_among_the_others(directory: Path) -> None:
     ],
 )
 async def test_a_refused_plugin_is_told_and_asked_again(directory: Path, first: dict[str, Any], words: str) -> None:
-    """A refused plugin gets the reason in NotifyRegistrationStatus, and is asked again later."""
+    """A plugin that the agent refuses gets the reason in NotifyRegistrationStatus, and is asked again later."""
     async with serving(directory) as vendors, watched(directory, info(**first), info()) as one:
         await listed_by(vendors)
         await until(lambda: len(one.told) == 2)
@@ -378,7 +378,7 @@ async def test_a_refused_plugin_is_told_and_asked_again(directory: Path, first: 
 async def test_an_unexpected_failure_is_logged_and_tried_again(
     directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A plugin whose GetDevicePluginOptions answers nonsense is logged and tried again until the answer is right."""
+    """If GetDevicePluginOptions has an invalid answer, the log has the error, and the agent tries the plugin again."""
 
     async def garbage(self: VendorPlugin, *request: object) -> bytes:
         return b"\xff\xff\xff"
@@ -404,7 +404,7 @@ class SilentPlugin(Plugin):
 
 
 async def test_a_plugin_that_falls_silent(directory: Path) -> None:
-    """A plugin counts as listing after its first list; a call without an answer is visible until the call ends."""
+    """The state of a plugin's connection shows whether it has sent a list, and whether a call has no answer yet."""
     async with serving(directory) as vendors, plugin(directory, kind=SilentPlugin) as silent:
         await silent.register()
         connection = vendors.connection(RESOURCE)
@@ -422,7 +422,7 @@ async def test_a_plugin_that_falls_silent(directory: Path) -> None:
 
 
 async def test_a_plugin_serves_anew(directory: Path) -> None:
-    """A new socket of the same name is asked and replaces the former; a socket without a listener is not removed."""
+    """A plugin's new socket of the same name replaces the former; a socket that nothing listens on is not removed."""
     async with serving(directory) as vendors:
         assert not vendors.connection(RESOURCE).connected
         async with watched(directory):
@@ -441,7 +441,7 @@ async def test_a_plugin_serves_anew(directory: Path) -> None:
 
 
 async def test_a_plugin_may_register_in_both_ways(directory: Path) -> None:
-    """A plugin that registers in the registry and by Register has one stream."""
+    """A plugin that registers through plugins_registry and by Register has only one ListAndWatch stream."""
     async with serving(directory) as vendors, watched(directory) as one:
         await listed_by(vendors)
         await one.plugin.register(where=directory)

@@ -1,4 +1,4 @@
-"""Prepare of adopted devices: which calls a vendor's plugin gets, and which of its answers are refused."""
+"""Prepare of claims for an adopted plugin's devices: which calls the plugin gets, and which answers are refused."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.waits import until
 
 
 class Allocating(Plugin):
-    """A plugin that answers Allocate; `answers` and `starts` delay its answers until they are set."""
+    """A plugin that answers Allocate and PreStartContainer once a test has set `answers` and `starts`."""
 
     def __init__(self, directory: Path, socket: str = "vendor.sock") -> None:
         super().__init__(directory, socket)
@@ -63,7 +63,7 @@ class Allocating(Plugin):
 
 
 class Scene:
-    """A driver whose devices g0 to g3 are a plugin's."""
+    """A driver whose devices g0 to g3 are those of an adopted plugin."""
 
     def __init__(self, vendors: VendorPlugins, vendor: Allocating, where: Path) -> None:
         self.vendors, self.vendor, self.where = vendors, vendor, where
@@ -87,22 +87,22 @@ class Scene:
         return AdoptedSource(RESOURCE, self.vendors, Adopted(D, **adopted))
 
     async def again(self, **options: Any) -> None:
-        """Start the agent again; the plugin is registered with it already."""
+        """Start the driver again, with the plugin already registered."""
         devices = list(self.driver.inventory.snapshot.devices.values())
         self.driver = await self.driver.again(self.source(), devices=devices, **options)
 
     async def prepared(self, uid: str) -> list[dict[str, Any]]:
-        """Prepare a claim; return the edits of its devices."""
+        """Prepare a claim, and return the edits of its devices."""
         answer = await self.driver.prepared(uid)
         return [one for device in answer.devices for one in self.driver.edits(*device.cdi_ids)]
 
     async def answered_late(self) -> None:
-        """Have the plugin answer a call that no Prepare waits for any more."""
+        """Have the plugin answer an Allocate call for which no Prepare waits any more."""
         self.vendor.answers.set()
         await until(lambda: all(task.done() for task in self.plugin.claimed.values()))
 
     async def refused(self, uid: str) -> ClaimError:
-        """Prepare a claim that is refused, and check that nothing of the claim is recorded."""
+        """Prepare a claim, check that it is refused and that nothing of it is recorded, and return the error."""
         answer = (await self.driver.prepare(uid))[uid]
         assert isinstance(answer, ClaimError)
         assert (D, uid) not in self.driver.async_ledger.snapshot.claims
@@ -112,7 +112,7 @@ class Scene:
 
 @pytest.fixture
 async def scene() -> AsyncIterator[Scene]:
-    """A scene whose driver a test starts."""
+    """A scene whose driver has not started: a test starts it."""
     with tempfile.TemporaryDirectory(prefix="adopt-") as where:  # pytest's paths are too long for sockets
         directory = Path(where) / "p"
         async with serving(directory) as vendors:
@@ -140,7 +140,7 @@ def ids(*names: str, request: str = "fpga") -> Sequence[Any]:
 
 
 async def test_one_allocate_for_each_request(here: Scene) -> None:
-    """Each request of a claim is one Allocate with its ids in natural order, and gets the edits of that answer."""
+    """Each request of a claim is one Allocate with its ids in natural order, and gets the edits of its response."""
     here.vendor.answer = AllocateAnswer(env={"G_{ids}": "1"}, control=[("/dev/null", "/dev/ctl", "rw")])
     here.driver.claims.add(claim("1", *ids("g1", "g0", request="left"), *ids("g2", request="right")))
     left, right = await here.prepared("1")
@@ -149,7 +149,7 @@ async def test_one_allocate_for_each_request(here: Scene) -> None:
 
 
 async def test_an_answer_is_kept_for_one_boot(here: Scene) -> None:
-    """A second Prepare, also after a restart, reuses the answer; after a reboot the plugin is asked again."""
+    """A second Prepare of a claim reuses the plugin's response, also after a restart, but not after a reboot."""
     here.driver.claims.add(claim("1", *ids("g0")))
     first = await here.prepared("1")
     assert await here.prepared("1") == first
@@ -164,7 +164,7 @@ async def test_an_answer_is_kept_for_one_boot(here: Scene) -> None:
 
 
 async def test_a_retry_joins_the_call_in_flight(here: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prepare is tried again while Allocate is in flight: the plugin gets one call, and its late answer is used."""
+    """If Prepare is tried again while Allocate is in flight, the plugin gets one call, and its late answer is used."""
     monkeypatch.setattr(adoption, "ANSWER", 0.05)
     here.vendor.answers.clear()
     here.driver.claims.add(claim("1", *ids("g0")))
@@ -182,7 +182,7 @@ async def test_a_retry_joins_the_call_in_flight(here: Scene, monkeypatch: pytest
 async def test_a_late_answer_is_not_believed_once_its_device_was_given_to_others(
     here: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A late answer is dropped if one of its devices was allocated again meanwhile: the last Allocate counts."""
+    """A late answer of the plugin is dropped if one of its devices was allocated again meanwhile."""
     monkeypatch.setattr(adoption, "ANSWER", 0.05)
     here.vendor.answers.clear()
     here.driver.claims.add(claim("1", *ids("g0", "g1")))
@@ -198,7 +198,7 @@ async def test_a_late_answer_is_not_believed_once_its_device_was_given_to_others
 async def test_a_late_answer_that_nobody_takes_is_dropped(
     here: Scene, monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
-    """An unused late answer is dropped by Unprepare, a list without its device, another claim, or its age."""
+    """A late answer that no Prepare uses is dropped by Unprepare, a list without the device, another claim, or age."""
     monkeypatch.setattr(adoption, "ANSWER", 0.05)
     here.vendor.answers.clear()
     here.driver.claims.add(claim("1", *ids("g0")), claim("2", *ids("g0")))
@@ -222,12 +222,12 @@ async def test_a_late_answer_that_nobody_takes_is_dropped(
 
 
 async def test_an_answer_is_not_believed_if_its_device_went_meanwhile(here: Scene) -> None:
-    """The plugin lists its devices anew during Allocate: Prepare is refused, and the next try asks again."""
+    """If a device leaves the plugin's list and comes back during Allocate, Prepare is refused; the next calls again."""
     here.vendor.answers.clear()
     here.driver.claims.add(claim("1", *ids("g0")), claim("2", *ids("g1")))
     preparing = asyncio.create_task(here.refused("1"))
     await until(lambda: here.vendor.asked)
-    waiting = asyncio.create_task(here.refused("2"))  # waits for its turn
+    waiting = asyncio.create_task(here.refused("2"))  # waits for the end of the first
     await until(lambda: len(here.plugin.claimed) == 2)
     here.vendor.show("g2")
     await until(lambda: len(here.plugin.devices or ()) == 1)
@@ -242,7 +242,7 @@ async def test_an_answer_is_not_believed_if_its_device_went_meanwhile(here: Scen
 
 
 async def test_a_plugin_is_asked_for_one_claim_after_the_other(here: Scene) -> None:
-    """The plugin gets Allocate calls of two claims one after the other."""
+    """The plugin gets the Allocate calls of two claims one after the other."""
     here.vendor.answers.clear()
     here.driver.claims.add(claim("1", *ids("g0")), claim("2", *ids("g1")))
     preparing = [asyncio.create_task(here.driver.prepared(uid)) for uid in "12"]
@@ -254,7 +254,7 @@ async def test_a_plugin_is_asked_for_one_claim_after_the_other(here: Scene) -> N
 
 
 async def test_a_plugin_that_hangs_holds_up_itself_alone(here: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A plugin that hangs delays other plugins by `TURN` seconds at most; its own next calls wait for its answer."""
+    """A plugin that hangs delays calls of other plugins by at most `TURN` seconds, and its own until it answers."""
     monkeypatch.setattr(adopted_plugins, "TURN", 0.05)
     async with plugin(here.vendors.directory, "other.sock", Allocating) as other:
         await other.register("vendor.example/other")
@@ -278,7 +278,7 @@ async def test_a_plugin_that_hangs_holds_up_itself_alone(here: Scene, monkeypatc
 async def test_a_container_starts_while_a_claim_is_allocated(
     here: Scene, monkeypatch: pytest.MonkeyPatch, hangs: bool
 ) -> None:
-    """PreStartContainer waits for an Allocate in flight, but for `TURN` seconds at most."""
+    """PreStartContainer waits until an Allocate in flight has ended, but for `TURN` seconds at most."""
     if hangs:
         monkeypatch.setattr(adopted_plugins, "TURN", 0.05)
     here.vendor.answers.clear()
@@ -296,7 +296,7 @@ async def test_a_container_starts_while_a_claim_is_allocated(
 
 
 async def test_an_allocate_that_nobody_waits_for_is_cancelled(here: Scene) -> None:
-    """An Allocate that the kubelet cancelled is cancelled at the plugin and does not delay the next one."""
+    """If the kubelet cancels an Allocate, the agent cancels its call to the plugin, so the next call is not delayed."""
     here.vendor.answers.clear()
     pod = asyncio.create_task(here.vendors.allocate(here.plugin, [["g0"]]))
     await until(lambda: here.vendor.asked)
@@ -307,7 +307,7 @@ async def test_an_allocate_that_nobody_waits_for_is_cancelled(here: Scene) -> No
 
 
 async def test_ids_are_checked_against_the_live_list(here: Scene) -> None:
-    """A device that the plugin no longer lists is refused without a call: some plugins would answer any id."""
+    """A device that the plugin no longer lists is refused without a call, since some plugins answer for any id."""
     here.vendor.show("g1")
     await until(lambda: (one := here.vendors.plugin(RESOURCE)) and len(one.devices or ()) == 1)
     here.driver.claims.add(claim("1", *ids("g0")))
@@ -316,7 +316,7 @@ async def test_ids_are_checked_against_the_live_list(here: Scene) -> None:
 
 
 async def test_ids_of_another_plugin_than_the_known_one_are_refused(scene: Scene) -> None:
-    """An id that does not fit the known plugin's pattern is refused: another plugin serves the resource."""
+    """A device id that does not match the configured pattern is refused, since another plugin must be running."""
     await scene.begin(ids="GPU-[0-9]+")
     scene.driver.claims.add(claim("1", *ids("g0")))
     assert "the known plugin of this resource never has the id g0, so another plugin runs" in str(
@@ -326,7 +326,7 @@ async def test_ids_of_another_plugin_than_the_known_one_are_refused(scene: Scene
 
 
 async def test_a_plugin_that_refuses_or_has_gone_is_the_claims_error(here: Scene) -> None:
-    """If the plugin refuses or is not connected, the claim's error says so, and the next try asks again."""
+    """If the plugin refuses or is not connected, the claim's error says so."""
     here.vendor.error = "no such gadget"
     here.driver.claims.add(claim("1", *ids("g0")))
     assert str(await here.refused("1")) == f"request 'fpga': {RESOURCE}: the vendor's plugin refuses: no such gadget"
@@ -340,7 +340,7 @@ async def test_a_plugin_that_refuses_or_has_gone_is_the_claims_error(here: Scene
 
 
 async def test_a_plugin_that_ends_while_it_allocates(here: Scene) -> None:
-    """The plugin ends during Allocate: Prepare fails at once, and the next try asks the next plugin."""
+    """If the plugin ends during Allocate, Prepare fails at once; the next try calls the plugin that then runs."""
     here.vendor.answers.clear()
     here.driver.claims.add(claim("1", *ids("g0")))
     preparing = asyncio.create_task(here.driver.prepare("1"))
@@ -363,7 +363,7 @@ async def test_a_plugin_that_ends_while_it_allocates(here: Scene) -> None:
 
 
 async def test_answers_that_contradict_each_other_are_refused(here: Scene) -> None:
-    """Two requests get different values of one variable: the claim is refused with a hint at `answer: claim`."""
+    """If two requests of a claim get different values of a variable, the claim is refused with a hint."""
     here.driver.claims.add(claim("1", *ids("g0", request="left"), *ids("g1", request="right")))
     error = await here.refused("1")
     assert error.reason == "conflict"
@@ -371,7 +371,7 @@ async def test_answers_that_contradict_each_other_are_refused(here: Scene) -> No
 
 
 async def test_requests_of_a_claim_can_be_allocated_together(scene: Scene) -> None:
-    """With `together` a claim is one Allocate with all ids, and each request gets the whole answer."""
+    """With `together` a claim causes one Allocate with all its ids, and each request gets the whole response."""
     await scene.begin(together=True)
     scene.driver.claims.add(claim("1", *ids("g0", request="left"), *ids("g1", request="right")))
     left, right = await scene.prepared("1")
@@ -395,7 +395,7 @@ async def test_pre_start_container(scene: Scene, once: bool) -> None:
 
 
 async def test_pre_start_container_has_the_turn_of_its_allocate(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another Allocate comes before or after both calls of a claim; if after, the claim asks the plugin again."""
+    """No Allocate comes between a claim's two calls; if one comes after them, the next Prepare calls Allocate again."""
     monkeypatch.setattr(adoption, "ANSWER", 0.05)
     scene.vendor.pre_start = True
     scene.vendor.starts.clear()
@@ -406,7 +406,7 @@ async def test_pre_start_container_has_the_turn_of_its_allocate(scene: Scene, mo
     monkeypatch.undo()
     pod = asyncio.create_task(scene.vendors.allocate(scene.plugin, [["g0"]]))
     for _ in range(3):
-        await scene.plugin.call("GetDevicePluginOptions", b"")  # earlier calls have arrived once this one is answered
+        await scene.plugin.call("GetDevicePluginOptions", b"")  # once it is answered, earlier calls have arrived
     scene.vendor.starts.set()
     await pod
     assert scene.vendor.calls == ["Allocate", "PreStartContainer", "started", "Allocate"]
@@ -415,7 +415,7 @@ async def test_pre_start_container_has_the_turn_of_its_allocate(scene: Scene, mo
 
 
 async def test_a_plugin_that_hangs_in_pre_start_container(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    """PreStartContainer is given up after `PRE_START` seconds; the claim's error names the call."""
+    """A PreStartContainer call without an answer is given up after `PRE_START` s; the claim's error names the call."""
     monkeypatch.setattr(adopted_plugins, "PRE_START", 0.05)
     scene.vendor.pre_start = True
     scene.vendor.starts.clear()
@@ -428,7 +428,7 @@ async def test_a_plugin_that_hangs_in_pre_start_container(scene: Scene, monkeypa
 
 
 async def test_administrative_access_is_refused(here: Scene) -> None:
-    """Administrative access is refused, since the plugin would allocate a device that other pods hold."""
+    """A claim with administrative access is refused, since the plugin would allocate a device that others hold."""
     here.driver.claims.add(claim("1", result("g0", adminAccess=True)))
     error = await here.refused("1")
     assert (error.reason, "administrative access is not possible" in str(error)) == ("admin", True)
@@ -436,7 +436,7 @@ async def test_administrative_access_is_refused(here: Scene) -> None:
 
 
 async def test_a_mount_without_a_source_is_refused(here: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mount whose source does not exist is refused; an agent in a pod cannot see the host, and passes it on."""
+    """A mount whose host path does not exist is refused, except by an agent in a pod, which cannot see the host."""
     missing = str(here.where / "missing")
     here.vendor.answer = AllocateAnswer(mounts=[(missing, "/opt/lib")])
     here.driver.claims.add(claim("1", *ids("g0")))
@@ -447,14 +447,14 @@ async def test_a_mount_without_a_source_is_refused(here: Scene, monkeypatch: pyt
 
 
 async def test_a_node_that_is_missing_is_refused(here: Scene) -> None:
-    """A device node that does not exist is refused, since its numbers are read at Prepare."""
+    """A response with a device node that does not exist is refused, since Prepare reads the node's numbers."""
     here.vendor.answer = AllocateAnswer(nodes=[("/dev/no-{id}", "/dev/x-{id}", "rw")])
     here.driver.claims.add(claim("1", *ids("g0")))
     assert (await here.refused("1")).reason == "cdi"
 
 
 async def test_attributes_have_the_id_put_in(here: Scene) -> None:
-    """{id} is replaced in the text attributes of the config; numbers stay."""
+    """In text attributes of the config, {id} is replaced by the device's id; numbers are unchanged."""
     source = here.source(attributes={"k8s.cni.cncf.io/deviceID": "{id}", "n": 1}, capacity={"memory": "1Gi"})
     async for devices in source.watch():
         assert [dict(one.attributes) for one in devices[:2]] == [

@@ -1,4 +1,4 @@
-"""A minimal device plugin without the framework, for tests of the fake kubelet."""
+"""A minimal device plugin without this project's agent, for tests of the fake kubelet."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def device(spec: DeviceSpec) -> pb.Device:
 
 
 class BarePlugin(pb_grpc.DevicePluginServicer):
-    """Serves one resource on one socket with the answers that a test sets, and records the requests."""
+    """A plugin that serves one resource on one socket, with the answers that a test sets, and records the requests."""
 
     def __init__(
         self,
@@ -72,14 +72,14 @@ class BarePlugin(pb_grpc.DevicePluginServicer):
             )
 
     def show(self, *devices: DeviceSpec) -> None:
-        """Send another device list."""
+        """Send a device list with these devices instead of the former list."""
         with self._changed:
             self._devices = [device(spec) for spec in devices]
             self._version += 1
             self._changed.notify_all()
 
     def end_streams(self) -> None:
-        """End the open ListAndWatch streams; streams that open later stay."""
+        """End the open ListAndWatch streams; the plugin goes on to serve streams that open later."""
         with self._changed:
             self._ended_streams += 1
             self._changed.notify_all()
@@ -151,7 +151,7 @@ class BarePlugin(pb_grpc.DevicePluginServicer):
 
 
 class Hold:
-    """Makes a plugin's next call of a method wait: `arrived` is set when the call comes; `let_go` lets it continue."""
+    """Makes a plugin's calls of a method wait until a test sets `let_go`; `arrived` is set when a call arrives."""
 
     def __init__(self, plugin: BarePlugin, method: str, timeout: float = 30.0) -> None:
         self.arrived = threading.Event()

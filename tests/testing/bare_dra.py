@@ -1,4 +1,4 @@
-"""A minimal DRA driver without the framework, for tests of the fake kubelet."""
+"""A minimal DRA driver without this project's agent, for tests of the fake kubelet."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DRIVER = "bare.example.com"
 
 
 class BareDriver(RegistrationServicer, DRAPluginServicer):
-    """Prepares claims with a device d-<claim>, and records the claims' names.
+    """A driver that answers Prepare of a claim with a device d-<claim>, and records the claims' names.
 
     before_answer: called with a method before its answer; an exception fails the call.
     """

@@ -19,7 +19,7 @@ def kubelets() -> Iterator[Callable[..., FakeKubelet]]:
 
 @pytest.fixture
 def plugins() -> Iterator[Callable[..., BarePlugin]]:
-    """Return a function that starts a bare plugin and, by default, registers it with a fake kubelet."""
+    """Return a function that starts a `BarePlugin` and, by default, registers it with a fake kubelet."""
     made = []
 
     def make(kubelet: FakeKubelet, *devices: Any, register: bool = True, **options: Any) -> BarePlugin:

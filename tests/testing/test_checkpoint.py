@@ -1,4 +1,4 @@
-"""Checkpoints of the fake kubelet, compared with samples that kubelet 1.36.3's own package wrote in a Go program."""
+"""Checkpoints of the fake kubelet, compared with samples that a Go program wrote with kubelet 1.36.3's package."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_no_checkpoint(text: str) -> None:
     st.none() | st.dictionaries(TEXT, IDS, max_size=3),
 )
 def test_round_trip(entries: list[PodDevicesEntry] | None, registered: dict[str, list[str] | None] | None) -> None:
-    """A checkpoint that is written is read back unchanged."""
+    """Any checkpoint that the fake kubelet writes is read back unchanged."""
     checkpoint = Checkpoint(entries, registered)
     assert Checkpoint.from_json(checkpoint.to_json()) == checkpoint
 

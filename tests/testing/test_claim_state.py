@@ -1,4 +1,4 @@
-"""Claim states of the fake kubelet, compared with samples that kubelet 1.36.3's own package wrote in a Go program."""
+"""Claim states of the fake kubelet, compared with samples that a Go program wrote with kubelet 1.36.3's package."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_samples(name: str) -> None:
 
 
 def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
-    """A file with a wrong checksum, a truncated file and a file of another kind are refused and not overwritten."""
+    """A claim state with a wrong checksum, without its end, or of another kind is refused and not overwritten."""
     path = tmp_path / "dra_manager_state"
     for damaged, error in (
         (SAMPLES["two"][1].replace("gpu-0", "gpu-9"), CorruptCheckpointError),

@@ -1,4 +1,4 @@
-"""The fake kubelet's DRA part, tested with a driver without the framework: it behaves like kubelet 1.36.3."""
+"""The fake kubelet's DRA part behaves like kubelet 1.36.3; the tests use a minimal driver (`BareDriver`)."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class TestConnection:
     def test_its_end_disturbs_no_thread_of_grpcio(
         self, kubelet: FakeDraKubelet, driver: BareDriver, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """The kubelet stops while grpcio's thread is about to poll the connection: the thread ends without an error."""
+        """If the kubelet stops while grpcio's thread is about to poll the connection, the thread ends without error."""
         arrived, let_go, watching = threading.Event(), threading.Event(), set()
 
         def now() -> float:
@@ -92,7 +92,7 @@ class TestConnection:
         assert not raised
 
     def test_its_end_ends_the_calls_in_flight(self, kubelet: FakeDraKubelet, driver: BareDriver) -> None:
-        """When the kubelet stops, its calls to the driver end, also a call that the driver has not answered."""
+        """When the kubelet stops, its calls to the driver end, even a call that the driver has not answered."""
         arrived, let_go = threading.Event(), threading.Event()
 
         def hang(method: str) -> None:
@@ -115,7 +115,7 @@ class TestClaimState:
     def test_the_claim_is_there_before_the_driver_is_called(
         self, root: Path, kubelet: FakeDraKubelet, driver: BareDriver
     ) -> None:
-        """Before a driver is called, its claim is in the state file without devices, and stays so if the call fails."""
+        """Before a driver is called, the claim is in the claim state without devices, also if the call fails."""
         seen = []
 
         def fail(method: str) -> None:
@@ -129,7 +129,7 @@ class TestClaimState:
         assert state(root) == remembered(POD, devices=0)
 
     def test_devices_and_pods_come_and_go(self, root: Path, kubelet: FakeDraKubelet, driver: BareDriver) -> None:
-        """The devices are written after the answer; the claim leaves after Unprepare, when its last pod ends."""
+        """The claim state has the devices after Prepare; the claim leaves it after the last pod's end and Unprepare."""
         kubelet.prepare_pod(POD)
         assert state(root) == remembered(POD)
         kubelet.prepare_pod(OTHER)
@@ -145,7 +145,7 @@ class TestClaimState:
         assert (driver.prepared, driver.unprepared) == (["c"], ["c"])
 
     def test_a_restart_reads_it(self, root: Path, kubelet: FakeDraKubelet, driver: BareDriver) -> None:
-        """After a restart the claims are known from the file; a second Prepare's devices are added to the first's."""
+        """After a restart the kubelet knows claims from the claim state, to which a second Prepare adds its devices."""
         kubelet.prepare_pod(POD)
         kubelet.restart()
         kubelet.wait_registered(DRIVER)
@@ -158,7 +158,7 @@ class TestClaimState:
     def test_claims_of_inactive_pods_are_unprepared(
         self, root: Path, kubelet: FakeDraKubelet, driver: BareDriver
     ) -> None:
-        """The reconciler unprepares claims without an active pod, retries after a failure, and leaves other claims."""
+        """The kubelet's reconciler unprepares only claims without an active pod, and tries again after a failure."""
         kubelet.prepare_pod(POD)
         kubelet.prepare_pod(OTHER)
         kubelet.reconcile_claims({POD.uid, OTHER.uid})

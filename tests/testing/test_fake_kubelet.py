@@ -1,4 +1,4 @@
-"""The fake kubelet, tested with a plugin without the framework: it behaves like kubelet 1.36.3."""
+"""The fake kubelet behaves like kubelet 1.36.3; the tests use a minimal plugin (`BarePlugin`)."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class TestRegistration:
         ],
     )
     def test_names(self, name: str, good: bool) -> None:
-        """Only names of extended resources are accepted."""
+        """Only valid names of extended resources are accepted as resource names."""
         assert is_extended_resource_name(name) is good
 
     def test_register_before_serving(self, kubelets: Kubelets, plugins: Plugins) -> None:
@@ -112,7 +112,7 @@ class TestRegistration:
         assert RESOURCE not in kubelet.resources()
 
     def test_a_plugin_that_accepts_and_hangs(self, kubelets: Kubelets, plugins: Plugins) -> None:
-        """GetDevicePluginOptions has no deadline of the kubelet: a plugin that answers after 0.3 s is registered."""
+        """The kubelet's GetDevicePluginOptions call has no deadline: a plugin that answers late is registered."""
         kubelet = kubelets(dial_timeout=0.1)
         plugin = plugins(kubelet, "a", register=False)
         hold = Hold(plugin, "GetDevicePluginOptions")
@@ -125,10 +125,10 @@ class TestRegistration:
         kubelet.wait_registered(RESOURCE)
 
     def test_a_caller_that_gives_up_ends_the_dial(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
-        """The dial ends with the deadline of the Register call, before the dial timeout."""
+        """The kubelet stops dialing the plugin at the deadline of the Register call, before the dial timeout."""
         plugin = plugins(fake_kubelet, "a", register=False)
         plugin.endpoint = "other.sock"
-        # The error has the caller's deadline, or the deadline of the kubelet's call to the plugin, which is the same.
+        # The error is that of the plugin's call or of the kubelet's call to the plugin; both have the same deadline.
         with pytest.raises(grpc.RpcError, match="Deadline Exceeded"):
             plugin.register(timeout=0.2)
         fake_kubelet.wait_until(lambda: len(fake_kubelet.rejections) == 1, 5)
@@ -145,7 +145,7 @@ class TestStreams:
         assert kubelet.devices(RESOURCE) == {}
 
     def test_register_again_before_the_end(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
-        """Under 1.36.3 the end of the old stream disconnects a new registration of the same resource."""
+        """In kubelet 1.36.3 the end of the old stream disconnects a new registration of the same resource."""
         old = plugins(fake_kubelet, "a")
         new = plugins(fake_kubelet, "b", endpoint="new.sock")
         fake_kubelet.wait_devices(RESOURCE, lambda devices: set(devices) == {"b"})
@@ -158,14 +158,14 @@ class TestStreams:
         assert pod.reason == "UnexpectedAdmissionError"
 
     def test_old_stream_still_counts(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
-        """While two streams of one resource are open, the latest list counts, of either stream."""
+        """While two streams of one resource are open, the latest list counts, whichever stream it came on."""
         old = plugins(fake_kubelet, "a")
         plugins(fake_kubelet, "b", endpoint="new.sock")
         old.show("a", "x")
         fake_kubelet.wait_devices(RESOURCE, lambda devices: set(devices) == {"a", "x"})
 
     def test_failed_registration_hides_the_old_one(self, kubelets: Kubelets, plugins: Plugins) -> None:
-        """After a failed second registration, the kubelet does not notice the end of the first stream."""
+        """After a failed second registration, the end of the first stream leaves the devices healthy."""
         kubelet = kubelets(dial_timeout=0.2)
         plugin = plugins(kubelet, "a")
         plugin.endpoint = "missing.sock"
@@ -176,7 +176,7 @@ class TestStreams:
         assert healthy(kubelet) == {"a"}
 
     def test_a_list_over_4_mib(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
-        """A list over 4 MiB ends the stream (kubernetes#109304)."""
+        """A device list over 4 MiB ends the ListAndWatch stream (kubernetes#109304)."""
         plugin = plugins(fake_kubelet, "a")
         plugin.show(*(f"{n:060}" for n in range(60_000)))
         fake_kubelet.wait_devices(RESOURCE, 0, timeout=20)
@@ -199,7 +199,7 @@ class TestAllocation:
         assert fake_kubelet.run_pod("p", {**ONE, "cpu": 1, "hugepages-2Mi": 1}).running
 
     def test_no_list(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
-        """A pod of a resource without a device list fails: it would run with 0 of 1 devices."""
+        """A pod with a limit of a resource without a device list fails, as it would run with 0 of 1 devices."""
         plugin = plugins(fake_kubelet, "a", register=False)
         plugin.before_answer = fail("ListAndWatch")
         plugin.register()
@@ -249,7 +249,7 @@ class TestAllocation:
         assert fake_kubelet.device_health(pod) == {RESOURCE: {"a": "Unhealthy"}}
 
     def test_init_containers_hand_on(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
-        """A sidecar after an init container reuses its device; the containers do not get the sidecar's device."""
+        """A sidecar reuses the device of the init container before it; the main container does not get that device."""
         plugin = plugins(fake_kubelet, "a", "b", "c")
         pod = fake_kubelet.run_pod(
             "p",
@@ -257,14 +257,14 @@ class TestAllocation:
             init_containers=[ContainerSpec("init", ONE), ContainerSpec("side", ONE, restartable=True)],
         )
         init, side, x = (set(pod.container(name).device_ids) for name in ("init", "side", "x"))
-        # The sidecar comes second and keeps the init container's device.
+        # The sidecar starts after the init container and keeps its device.
         assert side == init
         assert x == {"a", "b", "c"} - side
         assert pod.requests == {RESOURCE: 3}
         assert len(plugin.allocations) == 3
 
     def test_a_claim_serves_the_limit(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
-        """A limit that a claim serves causes no Allocate, and still counts for the scheduler."""
+        """A limit that a claim serves causes no Allocate, but the scheduler still counts it as used."""
         plugin = plugins(fake_kubelet, "a")
         spec = ContainerSpec("main", ONE, through_dra=[RESOURCE])
         pod = fake_kubelet.start_pod("claims", containers=[spec]).wait_running()
@@ -272,14 +272,14 @@ class TestAllocation:
         assert not fake_kubelet.start_pod("plugin", ONE).bound
 
     def test_a_claim_and_pre_start(self, kubelets: Kubelets, plugins: Plugins) -> None:
-        """With PreStartContainer, a container whose limit a claim serves does not start (kubelet 1.36.3)."""
+        """With PreStartContainer, a container whose limit a claim serves does not start, as in kubelet 1.36.3."""
         kubelet = kubelets(start_backoff=0.01)
         plugins(kubelet, "a", pre_start=True)
         pod = kubelet.start_pod("p", containers=[ContainerSpec("main", ONE, through_dra=[RESOURCE])])
         kubelet.wait_until(lambda: "holds no devices" in pod.container().message)
 
     def test_nodes_are_looked_for(self, kubelets: Kubelets, plugins: Plugins, tmp_path: Path) -> None:
-        """A container starts only with its device node: a missing node or a plain file stops it, a link does not."""
+        """A container starts only if its device node exists: not with a plain file, but with a symlink to a node."""
         kubelet = kubelets(start_backoff=0.01)
         plugin = plugins(kubelet, "a")
         node = tmp_path / "node"
@@ -309,7 +309,7 @@ class TestPreference:
 
     @pytest.mark.parametrize("answer", [[], ["nonsense"], ["a"], ["taken"]])
     def test_bad_answers_are_filled_up(self, fake_kubelet: FakeKubelet, plugins: Plugins, answer: list[str]) -> None:
-        """If the preferred allocation is incomplete or has invalid devices, the kubelet chooses the rest."""
+        """If the preferred allocation is incomplete or has invalid devices, the kubelet chooses the missing devices."""
         plugin = plugins(fake_kubelet, "taken", prefer=True)
         fake_kubelet.run_pod("holder", ONE)
         plugin.show("taken", "a", "b", "c")
@@ -327,7 +327,7 @@ class TestPreference:
         assert fake_kubelet.run_pod("p", ONE, check=False).reason == "UnexpectedAdmissionError"
 
     def test_must_include_are_reusable_devices(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
-        """The devices of an init container are in must_include_deviceIDs."""
+        """In the request for the next container, must_include_deviceIDs has the devices of the init container."""
         plugin = plugins(fake_kubelet, "a", "b", "c", prefer=True)
         plugin.on_prefer = lambda request: [*request.must_include_deviceIDs, "c"][: request.allocation_size]
         pod = fake_kubelet.run_pod("p", {RESOURCE: 2}, init_containers={"init": ONE})
@@ -340,21 +340,21 @@ class TestTopology:
     DEVICES = (("a", "Healthy", (0,)), ("b", "Healthy", (1,)), ("c", "Healthy", (1,)))
 
     def test_single_numa_node(self, kubelets: Kubelets, plugins: Plugins) -> None:
-        """Under single-numa-node two devices come from one node, and the other device goes to the next pod."""
+        """With the policy single-numa-node a pod gets two devices of one NUMA node; the third goes to the next pod."""
         kubelet = kubelets(topology_policy="single-numa-node")
         plugins(kubelet, *self.DEVICES)
         assert kubelet.run_pod("two", {RESOURCE: 2}).device_ids == ("b", "c")
         assert kubelet.run_pod("one", ONE).device_ids == ("a",)
 
     def test_no_node_has_enough(self, kubelets: Kubelets, plugins: Plugins) -> None:
-        """Under single-numa-node a pod that needs devices of two NUMA nodes fails with TopologyAffinityError."""
+        """With single-numa-node a pod that needs devices of two NUMA nodes fails with TopologyAffinityError."""
         kubelet = kubelets(topology_policy="single-numa-node")
         plugins(kubelet, *self.DEVICES)
         pod = kubelet.run_pod("three", {RESOURCE: 3}, check=False)
         assert (pod.phase, pod.reason) == ("Failed", "TopologyAffinityError")
 
     def test_best_effort(self, kubelets: Kubelets, plugins: Plugins) -> None:
-        """Under best-effort the plugin is not asked if the aligned devices leave one choice only."""
+        """With the policy best-effort the plugin is not asked for a preference if only one aligned choice is left."""
         kubelet = kubelets(topology_policy="best-effort")
         plugin = plugins(kubelet, *self.DEVICES, prefer=True)
         assert kubelet.run_pod("one", ONE).device_ids == ("a",)
@@ -365,7 +365,7 @@ class TestTopology:
 
 class TestScheduler:
     def test_a_waiting_pod_can_be_deleted(self, fake_kubelet: FakeKubelet) -> None:
-        """A pod that never started can be deleted, and its name is free at once."""
+        """A pod that is not scheduled can be deleted, and its name is free at once."""
         fake_kubelet.start_pod("p", ONE).delete()
         assert fake_kubelet.start_pod("p").wait_running().running
 
@@ -384,7 +384,7 @@ class TestScheduler:
 
 class TestPreStart:
     def test_without_the_plugin(self, kubelets: Kubelets, plugins: Plugins) -> None:
-        """While the plugin is stopped, a container that needs PreStartContainer does not restart."""
+        """While the plugin is stopped, a container whose device needs PreStartContainer does not restart."""
         kubelet = kubelets(start_backoff=0.01)
         plugin = plugins(kubelet, "a", pre_start=True)
         pod = kubelet.run_pod("p", ONE)
@@ -399,7 +399,7 @@ class TestPreStart:
 
 class TestRestart:
     def test_sockets_are_deleted(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
-        """A starting kubelet deletes every socket in the directory, and no other file."""
+        """A kubelet that starts deletes every socket in the device plugin directory, and no other file."""
         plugins(fake_kubelet, "a")
         other = fake_kubelet.device_plugin_dir / "DEPRECATION"
         other.touch()
@@ -430,7 +430,7 @@ class TestRestart:
         assert pod.reason == "UnexpectedAdmissionError"
 
     def test_restart_during_allocate(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
-        """A pod in admission at a kubelet restart is admitted again before the plugin is back, and fails."""
+        """A pod whose Allocate is in flight at a kubelet restart fails: it is admitted before the plugin is back."""
         plugin = plugins(fake_kubelet, "a")
         hold = Hold(plugin, "Allocate")
         pod = fake_kubelet.start_pod("p", ONE)
@@ -440,7 +440,7 @@ class TestRestart:
         pod.wait_phase("Failed")
 
     def test_new_socket_in_the_same_kubelet(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
-        """The kubelet can make a new socket; its streams go on, and plugins register on the new socket."""
+        """A test can have the kubelet make a new socket: streams go on, and plugins register on the new socket."""
         plugin = plugins(fake_kubelet, "a")
         before = fake_kubelet.socket.stat()
         fake_kubelet.recreate_socket()
@@ -453,7 +453,7 @@ class TestRestart:
         plugins(fake_kubelet, "x", resource="example.com/other", endpoint="other.sock")
 
     def test_freeze(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
-        """A frozen kubelet accepts connections, answers no call and takes no lists; after the thaw it goes on."""
+        """A frozen kubelet accepts connections, but answers no call and takes no device list until it is thawed."""
         plugin = plugins(fake_kubelet, "a")
         fake_kubelet.freeze()
         plugin.show("a", "b")
@@ -465,7 +465,7 @@ class TestRestart:
         fake_kubelet.wait_devices(RESOURCE, lambda devices: set(devices) == {"a", "b"})
 
     def test_a_frozen_kubelet_can_be_stopped(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
-        """A frozen kubelet can be restarted; its hanging calls end."""
+        """A frozen kubelet can be restarted; the calls that hung in it end."""
         plugin = plugins(fake_kubelet, "a")
         fake_kubelet.freeze()
         plugin.show("b")
@@ -497,7 +497,7 @@ class TestPodResources:
         }
 
     def test_list(self, fake_kubelet: FakeKubelet, plugins: Plugins, stub: pr_grpc.PodResourcesListerStub) -> None:
-        """List shows pods with their devices, one entry per NUMA node, without finished init containers."""
+        """List shows pods with their devices, one entry for each NUMA node, and omits finished init containers."""
         plugins(fake_kubelet, ("a", "Healthy", (0, 1)), "b")
         pod = fake_kubelet.run_pod(
             "p",
@@ -536,7 +536,7 @@ class TestPodResources:
         ]
 
     def test_rate_limit(self, kubelets: Kubelets) -> None:
-        """More calls than the limit allows are refused."""
+        """PodResources calls beyond the rate limit are refused with RESOURCE_EXHAUSTED."""
         kubelet = kubelets(pod_resources_qps=0.001, pod_resources_burst=2)
         with grpc.insecure_channel(f"unix:{kubelet.pod_resources_socket}") as channel:
             stub = pr_grpc.PodResourcesListerStub(channel)
@@ -549,7 +549,7 @@ class TestPodResources:
     def test_list_drops_a_choice_in_flight(
         self, fake_kubelet: FakeKubelet, plugins: Plugins, stub: pr_grpc.PodResourcesListerStub
     ) -> None:
-        """A List during an Allocate, after another pod's end, makes the kubelet allocate one device twice (#137534)."""
+        """A List during an Allocate, after another pod's end, makes the kubelet give one device twice (#137534)."""
         plugin = plugins(fake_kubelet, "a", "b")
         ended = fake_kubelet.run_pod("ended", ONE)
         hold = Hold(plugin, "Allocate")
@@ -570,7 +570,7 @@ class TestPodResources:
 
 
 class Claims(FakeKubelet):
-    """A kubelet that overrides the methods for claims."""
+    """A subclass of the fake kubelet that overrides the methods for claims; the first preparation fails."""
 
     failures = 1
     done: tuple[str, ...] = ()
@@ -593,7 +593,7 @@ class Claims(FakeKubelet):
 
 class TestExtension:
     def test_claims_can_be_added(self) -> None:
-        """A subclass prepares a pod before its first container, adds CDI devices, and cleans up after the last."""
+        """A subclass can prepare a pod before its first container, add CDI devices, and unprepare it at the end."""
         with Claims(start_backoff=0.01) as kubelet:
             pod = kubelet.run_pod("p")
             assert pod.container().cdi_devices == ("example.com/claim=main",)
@@ -606,7 +606,7 @@ class TestExtension:
 
 class TestObservation:
     def test_rpc_log(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
-        """Every call is logged with its times, request and response, in the order in which calls began."""
+        """`rpc_log` has every call with its times, request and response, in the order in which the calls began."""
         plugins(fake_kubelet, "a", prefer=True, pre_start=True)
         fake_kubelet.run_pod("p", ONE)
         assert [r.method for r in fake_kubelet.rpc_log] == [
@@ -623,7 +623,7 @@ class TestObservation:
         assert fake_kubelet.rpcs("ListAndWatch") == []
 
     def test_waiting_has_an_end(self, fake_kubelet: FakeKubelet) -> None:
-        """A wait ends after its timeout; the error shows the state of the fake kubelet."""
+        """A method that waits raises TimeoutError after its timeout; the error shows the state of the fake kubelet."""
         fake_kubelet.start_pod("p", ONE)
         with pytest.raises(TimeoutError, match="default/p Pending"):
             fake_kubelet.wait_registered(RESOURCE, timeout=0.05)
@@ -636,7 +636,7 @@ class TestObservation:
             FakeKubelet(tmp_path / ("x" * 90))
 
     def test_a_root_of_the_caller_stays(self, tmp_path_factory: pytest.TempPathFactory) -> None:
-        """A root directory of the caller is not removed; the kubelet's own temporary directory is."""
+        """The fake kubelet removes a root directory that it has made itself, not one that a test has given."""
         with FakeKubelet() as own:
             root = own.root
             with FakeKubelet(root / "given") as given:
@@ -645,7 +645,7 @@ class TestObservation:
         assert not root.exists()
 
     def test_a_start_that_is_interrupted_leaves_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """A start that ends with KeyboardInterrupt removes the directory."""
+        """If KeyboardInterrupt ends the start of a fake kubelet, its root directory is removed."""
 
         def interrupted(run: Run) -> None:
             raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""The faults of the fake kubelet are the faults of kubelet 1.36.3."""
+"""After faults (restarts, deletions by force, lost files) the fake kubelet behaves like kubelet 1.36.3."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ Listed = Callable[[], set[str]]
 
 class TestSources:
     def test_a_kubelet_without_pods(self, fake_kubelet: FakeKubelet, plugins: Plugins, listed: Listed) -> None:
-        """A restarted kubelet without the API server lists no pods; its checkpoint names the pods, which run on."""
+        """A restarted kubelet without the API server lists no pods, but its checkpoint names them, and they run on."""
         plugin = plugins(fake_kubelet, "a", "b")
         pod = fake_kubelet.run_pod("p", ONE)
         ended = fake_kubelet.run_pod("ended", ONE)
@@ -86,7 +86,7 @@ class TestRemovedPods:
     def test_forced_deletion_with_a_hung_runtime(
         self, fake_kubelet: FakeKubelet, plugins: Plugins, listed: Listed
     ) -> None:
-        """A pod that is deleted by force leaves List at once; another pod gets its device while its containers run."""
+        """List omits a pod that is deleted by force, and another pod gets its device while its containers run."""
         plugin = plugins(fake_kubelet, "a")
         pod = fake_kubelet.run_pod("p", ONE)
         pod.force_delete(hang=True)
@@ -110,7 +110,7 @@ class TestRemovedPods:
         assert twin.running
 
     def test_a_manifest_is_removed(self, fake_kubelet: FakeKubelet, plugins: Plugins, listed: Listed) -> None:
-        """A static pod leaves List when its manifest is removed, and runs on for its grace period."""
+        """When a static pod's manifest is removed, List omits the pod at once, and it runs on for its grace period."""
         plugins(fake_kubelet, "a")
         pod = fake_kubelet.run_pod("static", ONE, static=True)
         assert listed() == {"static"}
@@ -133,7 +133,7 @@ class TestNetwork:
         pod = fake_kubelet.start_pod("p", ONE)
         fake_kubelet.wait_until(lambda: checkpointed(fake_kubelet) == {pod.uid: {"a"}})
         assert listed() == {"p"}
-        # Pods are admitted one after the other: the first one's admission is over.
+        # Pods are admitted one after the other: when q is listed, the admission of p is over.
         fake_kubelet.start_pod("q")
         wait_for("the list", lambda: listed() == {"p", "q"}, 10)
         assert not cgroup(fake_kubelet, pod)
@@ -146,7 +146,7 @@ class TestNetwork:
 
 class TestLateCheckpoint:
     def test_ended_pods_stay_until_a_write(self, fake_kubelet: FakeKubelet, plugins: Plugins, listed: Listed) -> None:
-        """A checkpoint names an ended pod until the next UpdateAllocatedDevices, which the end alone does not cause."""
+        """A checkpoint names an ended pod until UpdateAllocatedDevices, which the pod's end alone does not cause."""
         plugin = plugins(fake_kubelet, "a", "b")
         pod = fake_kubelet.run_pod("p", ONE)
         pod.complete()
@@ -163,7 +163,7 @@ class TestLateCheckpoint:
     def test_an_older_state_replaces_a_newer_one(
         self, fake_kubelet: FakeKubelet, plugins: Plugins, listed: Listed
     ) -> None:
-        """Two writes can take place in the wrong order: the checkpoint misses a pod that runs, until the next write."""
+        """If two writes of the checkpoint come in the wrong order, it lacks a running pod until the next write."""
         plugin = plugins(fake_kubelet, "a", "b")
         fake_kubelet.hold_checkpoint_writes()
         plugin.show("a", "b", "c")
@@ -183,7 +183,7 @@ class TestDamagedFiles:
     def test_a_running_kubelet_writes_it_anew(
         self, fake_kubelet: FakeKubelet, plugins: Plugins, damage: Damage
     ) -> None:
-        """A checkpoint that is damaged while the kubelet runs is whole after the next write."""
+        """A checkpoint that is damaged while the kubelet runs is valid again after the next write."""
         plugin = plugins(fake_kubelet, "a")
         pod = fake_kubelet.run_pod("p", ONE)
         fake_kubelet.damage_checkpoint(damage)
@@ -194,7 +194,7 @@ class TestDamagedFiles:
         assert set(checkpointed(fake_kubelet)) == {pod.uid}
 
     def test_a_checkpoint_that_cannot_be_replaced(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
-        """If the checkpoint cannot be written, the kubelet accepts device lists, and a pod with devices fails."""
+        """If the checkpoint cannot be written, the kubelet accepts device lists, but a pod with a limit fails."""
         plugin = plugins(fake_kubelet, "a")
         fake_kubelet.damage_checkpoint("unreadable")
         plugin.show("a", "b")

@@ -1,4 +1,4 @@
-"""The stand-in for a vendor's plugin has the quirks that a test sets, on the fake kubelet."""
+"""The stand-in for a vendor's plugin, on the fake kubelet: it has the quirks that a test sets."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Start = Callable[..., Vendor]
 
 @pytest.fixture
 def vendor(tmp_path: Path, fake_kubelet: FakeKubelet) -> Iterator[Start]:
-    """Return a function that starts the plugin on the fake kubelet."""
+    """Return a function that starts the stand-in plugin on the fake kubelet."""
     made: list[Vendor] = []
 
     def start(*resources: dict[str, Any], **quirks: Any) -> Vendor:
@@ -59,7 +59,7 @@ def test_a_refusal_stops_all_resources(fake_kubelet: FakeKubelet, vendor: Start)
 
 @pytest.mark.parametrize(("how", "status"), [("exit", 1), ("panic", 2), ("unnoticed", None)])
 def test_the_end_of_a_stream(fake_kubelet: FakeKubelet, vendor: Start, how: str, status: int | None) -> None:
-    """When the client ends the stream, the process ends, panics at the next update, or loses that update."""
+    """When the client ends a stream, the plugin's process ends, panics at the next update, or loses that update."""
     plugin = vendor(stream_end=how)
     fake_kubelet.wait_allocatable(RESOURCE, 2)
     fake_kubelet.drop_streams()
@@ -82,10 +82,10 @@ def read(stream: Iterator[pb.ListAndWatchResponse], lists: list[set[str]]) -> No
 
 @pytest.mark.parametrize("how", ["panic", "shared"])
 def test_a_second_stream(fake_kubelet: FakeKubelet, vendor: Start, how: str) -> None:
-    """A second stream beside the first shares the updates with it, or ends the process."""
+    """A second ListAndWatch stream shares the updates with the first, or makes the plugin's process panic."""
     plugin = vendor(second_stream=how)
     fake_kubelet.wait_allocatable(RESOURCE, 2)
-    plugin.wait("listed")  # the first stream is the first that waits for an update
+    plugin.wait("listed")  # the first stream waits for an update before the second opens
     stream = stub(plugin).ListAndWatch(pb.Empty())
     if how == "panic":
         assert plugin.status() == 2
@@ -98,7 +98,7 @@ def test_a_second_stream(fake_kubelet: FakeKubelet, vendor: Start, how: str) -> 
     def got() -> int:
         return len(fake_kubelet.updates(RESOURCE)) + len(lists) - 2
 
-    # Which of both gets an update is chance; no update comes to both, and none is lost.
+    # Each update comes on one of the two streams, by chance; none is lost.
     for number, health in enumerate(itertools.cycle(("Unhealthy", "Healthy")), 1):
         plugin.health(g0="Healthy", g1=health)
         wait_for("the update", lambda: got() >= number, 10)  # noqa: B023

@@ -21,13 +21,13 @@ def test_devices_without_numa_nodes_give_no_hints() -> None:
 
 
 def test_preferred_is_the_least_number_of_nodes() -> None:
-    """Hints with the least number of NUMA nodes that suffice if all devices are free are preferred."""
+    """The preferred hints are those with the least number of NUMA nodes that would suffice if all devices were free."""
     hints = device_hints(TWO_BY_TWO, TWO_BY_TWO, [], 2, (0, 1))
     assert masks(hints) == [({0}, True), ({1}, True), ({0, 1}, False)]
 
 
 def test_what_is_taken_makes_wide_hints_unpreferred() -> None:
-    """If each NUMA node has one device left, two devices need both nodes, and the hint is not preferred."""
+    """If each of two NUMA nodes has one free device, two devices need both nodes, and that hint is not preferred."""
     assert masks(device_hints(TWO_BY_TWO, ["a", "c"], [], 2, (0, 1))) == [({0, 1}, False)]
 
 
@@ -37,7 +37,7 @@ def test_too_few_devices_give_an_empty_list() -> None:
 
 
 def test_reusable_devices_bind_the_node() -> None:
-    """All hints include the NUMA nodes of an init container's devices, which the container reuses."""
+    """All hints include the NUMA node of a device that the container reuses from an init container."""
     assert masks(device_hints(TWO_BY_TWO, ["b", "c"], ["a"], 2, (0, 1))) == [({0}, True), ({0, 1}, False)]
 
 
@@ -75,7 +75,7 @@ def test_unknown_nodes_are_left_out() -> None:
 def test_merge(
     policy: TopologyPolicy, hints: list[list[Hint] | None], expected: tuple[frozenset[int] | None, bool]
 ) -> None:
-    """The policies merge hints and admit as the kubelet's documentation and source say."""
+    """Each topology policy merges hints and admits pods as the kubelet's documentation and source say."""
     assert merge(policy, hints, (0, 1)) == expected
 
 
@@ -87,7 +87,7 @@ HINTS = st.lists(
 
 @given(st.lists(st.none() | HINTS, max_size=3), st.sampled_from(("best-effort", "restricted", "single-numa-node")))
 def test_a_preferred_merge_is_one_that_all_prefer(hints: list[list[Hint] | None], policy: TopologyPolicy) -> None:
-    """Except under best-effort, a pod is admitted only if preferred hints of all resources name the same nodes."""
+    """Except with best-effort, a pod is admitted only if preferred hints of all resources name the same NUMA nodes."""
     nodes, admitted = merge(policy, hints, (0, 1, 2, 3))
     if policy == "best-effort":
         assert admitted

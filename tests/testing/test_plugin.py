@@ -32,13 +32,13 @@ class Things(DeviceSource):
 
 
 def test_served(fake_kubelet: FakeKubelet, served: Callable[..., Served]) -> None:
-    """With the fixtures `served` and `fake_kubelet`, a pod gets a source's device in two lines."""
+    """With the fixtures `served` and `fake_kubelet`, a test of two lines has a pod that gets a source's device."""
     served(Things("a", "b"))
     assert fake_kubelet.run_pod("p", {"example.com/thing": 1}).nodes[0].container == "/dev/null"
 
 
 def test_several_sources_and_agents(fake_kubelet: FakeKubelet, served: Callable[..., Served]) -> None:
-    """One call serves several sources with one agent; further calls make further agents."""
+    """One call of `served` serves several sources with one agent; each further call starts a further agent."""
     both = served(Things("a"), Things("b", resource="example.com/other"))
     served(Things("c", resource="example.com/third"))
     assert fake_kubelet.resources() == {"example.com/thing", "example.com/other", "example.com/third"}
@@ -46,7 +46,7 @@ def test_several_sources_and_agents(fake_kubelet: FakeKubelet, served: Callable[
 
 
 def test_serve_ends_with_its_context(fake_kubelet: FakeKubelet) -> None:
-    """The agent of `serve` ends with the context, and its devices with it."""
+    """The agent that `serve` starts ends with the `with` block, and the kubelet has none of its devices any more."""
     with serve(Things("a"), fake_kubelet) as running:
         assert fake_kubelet.allocatable("example.com/thing") == 1
     assert not running.alive
@@ -54,7 +54,7 @@ def test_serve_ends_with_its_context(fake_kubelet: FakeKubelet) -> None:
 
 
 def test_a_failing_test_ends_the_agent(fake_kubelet: FakeKubelet) -> None:
-    """An exception inside the context of `serve` passes through, and the agent ends."""
+    """An exception inside the `with` block of `serve` passes through, and the agent ends."""
     with pytest.raises(KeyError), serve(Things("a"), fake_kubelet) as running:
         raise KeyError
     assert not running.alive
@@ -107,7 +107,7 @@ class Blocking(Failing):
 
 @pytest.mark.parametrize("kind", [Failing, Blocking])
 def test_a_watch_that_fails_is_not_waited_for(served: Callable[..., Served], kind: type[Failing]) -> None:
-    """An exception of `watch` before its first list fails `served` at once, and is the cause of its error."""
+    """If `watch` raises before its first list, `served` fails at once, and the exception is the cause of its error."""
     error = OSError("no such hardware")
     began = time.monotonic()
     with pytest.raises(
@@ -119,13 +119,13 @@ def test_a_watch_that_fails_is_not_waited_for(served: Callable[..., Served], kin
 
 
 def test_a_file_that_is_missing_is_named(served: Callable[..., Served]) -> None:
-    """The error for a missing directory of sysfs has its path."""
+    """If `watch` fails because a directory of sysfs is missing, the error has the directory's path."""
     with pytest.raises(RuntimeError, match=r"first list: FileNotFoundError: .* '/sys/class/nonesuch'"):
         served(Failing(FileNotFoundError(2, "No such file or directory", "/sys/class/nonesuch")), timeout=60.0)
 
 
 class Alike(Things):
-    """A source with two device ids for one identity."""
+    """A source with two device ids of the same identity."""
 
     async def watch(self) -> AsyncIterator[Sequence[Device]]:
         yield [Device(name, identity="serial-7") for name in ("a", "b")]
@@ -144,7 +144,7 @@ def test_devices_that_exclude_each_other_are_named(fake_kubelet: FakeKubelet, se
 
 
 def test_a_health_of_a_wrong_type_fails_the_test(served: Callable[..., Served]) -> None:
-    """A device with a wrong health fails the test, with the device, the field and the valid values."""
+    """A device whose health has a wrong type fails the test; the error has the device, the field and valid values."""
 
     class Wrong(Things):
         async def watch(self) -> AsyncIterator[Sequence[Device]]:
@@ -155,7 +155,7 @@ def test_a_health_of_a_wrong_type_fails_the_test(served: Callable[..., Served]) 
 
 
 def test_a_watch_that_fails_later_does_not_matter(fake_kubelet: FakeKubelet, served: Callable[..., Served]) -> None:
-    """After a failure of `watch` the listed devices are served, and the agent starts the source again."""
+    """If `watch` fails after its first list, the listed devices are still served."""
     running = served(Failing(OSError("unplugged"), "a"))
     fake_kubelet.wait_until(lambda: "unplugged" in running.agent.status().resources[0].source_error)
     running.wait_registered()
@@ -173,7 +173,7 @@ class Silent(Things):
 
 
 def test_a_watch_that_lists_nothing_is_named(fake_kubelet: FakeKubelet, served: Callable[..., Served]) -> None:
-    """The timeout error names the source without a list, and not the other source."""
+    """If a source gives no list, the timeout error of `served` names this source, and not the other one."""
 
     with pytest.raises(TimeoutError, match=r"\['example.com/silent'\] to be registered, with a first list"):
         served(Things("a"), Silent(), timeout=1.0)
@@ -193,7 +193,7 @@ def test_a_pod_that_fails_fails_its_test(fake_kubelet: FakeKubelet, served: Call
 
 
 def test_wrong_arguments_are_refused_at_once(fake_kubelet: FakeKubelet, served: Callable[..., Served]) -> None:
-    """Wrong arguments raise at once, and no pod is created."""
+    """Wrong arguments of `run_pod`, `start_pod`, `wait_until` and `served` raise TypeError; no pod is created."""
     wrong: Any
     for wrong in ({"example.com/thing": "1"}, "example.com/thing", {1: 1}):
         for start in (fake_kubelet.run_pod, fake_kubelet.start_pod):
@@ -208,7 +208,7 @@ def test_wrong_arguments_are_refused_at_once(fake_kubelet: FakeKubelet, served: 
 
 
 def test_the_end_of_an_agent_names_its_cause(fake_kubelet: FakeKubelet, served: Callable[..., Served]) -> None:
-    """The error after the end of an agent has the cause of its end."""
+    """If the agent ends instead of serving, the error of `served` has the cause."""
     with pytest.raises(RuntimeError, match=r"the agent has ended: .*two sources for one resource: example\.com"):
         served(Things("a"), Things("b"))
     with pytest.raises(RuntimeError, match=r"the agent has ended: .*perod"):
@@ -216,7 +216,7 @@ def test_the_end_of_an_agent_names_its_cause(fake_kubelet: FakeKubelet, served: 
 
 
 def test_a_class_is_not_served(served: Callable[..., Served]) -> None:
-    """A class instead of a source raises TypeError."""
+    """If `served` gets a source's class instead of an instance, it raises TypeError."""
     with pytest.raises(TypeError, match=r"Things is a class; a source is an instance of it: Things\(\)"):
         served(Things)
 

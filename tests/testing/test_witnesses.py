@@ -1,4 +1,4 @@
-"""Files of the fake node that show running pods: cgroups, pod directories, the kubelet's claim state."""
+"""The fake kubelet's files that show which pods run: cgroups, pod directories, and the claim state."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def containers(path: Path) -> set[str]:
 
 class TestCgroups:
     def test_a_running_pod(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
-        """A running pod has a populated cgroup with one for its sandbox and one for each running container."""
+        """A running pod's cgroup is populated, and has a child for its sandbox and one for each running container."""
         plugins(fake_kubelet, "a")
         pod = fake_kubelet.run_pod("p", ONE, init_containers=[ContainerSpec("i", ONE)])
         path = cgroup(fake_kubelet, pod)
@@ -44,7 +44,7 @@ class TestCgroups:
         assert "memory" in (fake_kubelet.cgroup_root / "cgroup.controllers").read_text().split()
 
     def test_a_restarted_container(self, fake_kubelet: FakeKubelet, plugins: Plugins) -> None:
-        """While a container is down its sandbox keeps the pod's cgroup populated; each start has a new container id."""
+        """While a container is down, the sandbox keeps the pod's cgroup populated; a restart has a new container id."""
         plugins(fake_kubelet, "a")
         pod = fake_kubelet.run_pod("p", ONE)
         before = pod.container().id
@@ -68,7 +68,7 @@ class TestCgroups:
 
     @pytest.mark.parametrize("layout", ["v1", "v1-systemd", "v2-systemd"])
     def test_layouts(self, kubelets: Kubelets, plugins: Plugins, tmp_path: Path, layout: CgroupLayout) -> None:
-        """With v1 each controller has a tree, without cgroup.events; with systemd, slices have their full names."""
+        """With v1 each controller has a cgroup tree, without cgroup.events; with systemd, slices have full names."""
         kubelet = kubelets(cgroup_layout=layout, cgroup_root=tmp_path / "cg")
         plugins(kubelet, "a")
         pod = kubelet.run_pod("p", ONE)
@@ -92,7 +92,7 @@ class TestCgroups:
 
 
 class Unprepared(FakeKubelet):
-    """A fake kubelet that notes whether a pod's cgroup has processes when its claims are prepared and unprepared."""
+    """A fake kubelet that records whether a pod's cgroup has processes when claims are prepared and unprepared."""
 
     seen: tuple[tuple[str, bool], ...] = ()
 
@@ -107,7 +107,7 @@ class Unprepared(FakeKubelet):
 
 
 def test_claims_are_prepared_in_an_empty_cgroup() -> None:
-    """Claims are prepared before the sandbox and unprepared after it: the pod's cgroup is there without a process."""
+    """Claims are prepared before the sandbox starts and unprepared after its end, while the pod's cgroup is empty."""
     with Unprepared(start_backoff=0.01) as kubelet:
         pod = kubelet.run_pod("p")
         pod.restart_container()
@@ -117,7 +117,7 @@ def test_claims_are_prepared_in_an_empty_cgroup() -> None:
 
 
 def test_the_claim_state_is_there_from_the_first_start(fake_kubelet: FakeKubelet) -> None:
-    """A starting kubelet creates an empty claim state, and does not start with a damaged one."""
+    """A kubelet that starts creates an empty claim state if there is none; with a damaged one it does not start."""
     path = fake_kubelet.root / "dra_manager_state"
     assert path.exists()
     fake_kubelet.stop()

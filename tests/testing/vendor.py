@@ -1,4 +1,4 @@
-"""The stand-in for a vendor's plugin as a process of a test."""
+"""Runs the stand-in for a vendor's plugin as a process, for a test."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ RESOURCE = "vendor.example/gadget"
 
 
 def resource(*ids: str, name: str = RESOURCE, **answer: Any) -> dict[str, Any]:
-    """Return a resource of healthy devices. answer: how the plugin answers Allocate."""
+    """Return a resource with healthy devices for the plugin's config file. answer: how the plugin answers Allocate."""
     return {"name": name, "devices": dict.fromkeys(ids or ("g0", "g1"), "Healthy"), "answer": answer}
 
 
 class Vendor:
-    """The plugin's process, its configuration file, and its record of calls."""
+    """The stand-in plugin: its process, its configuration file, and its record of calls."""
 
     def __init__(self, where: Path, directory: Path, *resources: Mapping[str, Any], **quirks: Any) -> None:
         self.file, self.notes, self.log = (where / f"vendor.{end}" for end in ("json", "notes", "log"))
@@ -34,7 +34,7 @@ class Vendor:
         foreign.write(self.file, resources, **self.quirks)
 
     def health(self, **health: str) -> None:
-        """Set the health of the first resource's devices; devices that are not named are gone."""
+        """Set the health of the first resource's devices by id; the plugin no longer lists other devices."""
         self.show({**self.resources[0], "devices": health}, *self.resources[1:])
 
     def start(self) -> Vendor:
@@ -50,13 +50,13 @@ class Vendor:
             self.process = None
 
     def move(self, directory: Path) -> None:
-        """Start again, with another directory for its sockets; end first if it runs."""
+        """Restart the plugin's process with another directory for its sockets."""
         self.stop()
         self.directory = directory
         self.start()
 
     def status(self, timeout: float = 30.0) -> int:
-        """Wait until the process has ended; return its exit status."""
+        """Wait until the plugin's process has ended, and return its exit status."""
         assert self.process is not None
         return self.process.wait(timeout)
 
@@ -64,7 +64,7 @@ class Vendor:
         return foreign.calls(self.notes, call)
 
     def wait(self, call: str, count: int = 1, timeout: float = 30.0) -> dict[str, Any]:
-        """Wait until the process has recorded this number of calls; return the last one."""
+        """Wait until the plugin has recorded `count` events of the kind `call`, and return the last one."""
         enough: Callable[[], bool] = lambda: len(self.calls(call)) >= count  # noqa: E731
         wait_for(f"{count} {call}: {self.log.read_text()[-2000:]}", enough, timeout)
         return self.calls(call)[-1]
