@@ -235,7 +235,7 @@ def test_a_timeout_longer_than_the_kubelets_is_warned_of(
 
 
 def yielding(listed: Any) -> Iterator[DeviceSource]:
-    """Return two sources that yield this: from a plain and from an asynchronous generator."""
+    """Return two sources whose `watch` yields this value: by a plain and by an asynchronous generator."""
 
     def plain(_: object) -> Iterator[Any]:
         yield listed()

@@ -53,7 +53,7 @@ def reasons_of_refusals() -> set[str]:
 
 
 def reasons_of_claims() -> set[str]:
-    """Return the reasons of ClaimErrors that some code names."""
+    """Return the reasons for a claim's failure (members of `Reason`) that occur in the code."""
     found = set()
     for path in MODULES:
         for one in nodes(path):

@@ -30,7 +30,7 @@ PLACE: Final = re.compile(r'(deviceplugin[-:]|/download/v|ersion: v?|VERSION: Fi
 
 
 def found(root: Path = ROOT) -> dict[str, list[str]]:
-    """Return the versions that each file has."""
+    """Return the versions that are found in each of FILES, by the file's path."""
     return {name: [one[2] for one in PLACE.finditer((root / name).read_text())] for name in FILES}
 
 

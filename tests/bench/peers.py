@@ -313,7 +313,7 @@ LIMITS = (
 
 
 def ratios(sides: Mapping[str, Side], size: int) -> dict[Limit, float]:
-    """Return the ratios of one run, for the limits whose two sides were measured."""
+    """Return the ratios of one run, for each limit of which both `Side`s were measured."""
 
     def of(side: Side, operation: str) -> float:
         return side.mean(operation, size) if operation else side.spent(size)

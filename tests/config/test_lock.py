@@ -48,7 +48,7 @@ def one(path: str) -> str:
 
 
 def test_all_that_is_not_allowed_is_said_with_its_place() -> None:
-    """Each key that names code or a host path is refused by file, line, place and option."""
+    """Each command or host path that is not allowed is an error with file, line, key, and the option that allows it."""
     found = problems(FILE, Lock())
     assert found.keys() == PLACES.keys()
     for line, words in PLACES.items():

@@ -150,7 +150,7 @@ def test_schema_and_code_agree(data: Any, draw: st.DataObject) -> None:
 
 
 def test_schema_and_code_agree_on_the_samples() -> None:
-    """The samples in these tests are accepted by the schema and refused by it as the code does."""
+    """The schema accepts and refuses the sample configs of these tests as the code does."""
     agree(yaml.safe_load(WHOLE))
     for replicas in ({"a100": 4}, {"": 4}, {"a": 0}, {}):
         agree({"resources": [{"name": "a/b", "devices": [{"path": "/dev/x"}], "sharing": {"replicas": replicas}}]})

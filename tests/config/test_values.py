@@ -59,7 +59,7 @@ def test_attributes_become_those_of_devices() -> None:
     ],
 )
 def test_resources_that_mean_the_same_are_equal(one: str, other: str) -> None:
-    """Two ways to say the same make equal resources, so that a reload leaves them alone."""
+    """Resources with the same meaning, written in two ways, are equal, so that a reload leaves them alone."""
     assert resource(one) == resource(other)
     assert hash(resource(one)) == hash(resource(other))
 

@@ -233,7 +233,7 @@ def measure(measured: Measured, seconds: float) -> list[Load]:
 
 
 def limits(found: Sequence[Load]) -> list[Limit]:
-    """Return the limits of loads. Requests during a load with a rollout have no limit here."""
+    """Return the limits of loads. A load with a rollout has none for requests and for pods that never ran."""
     every: list[Limit] = []
     for one in found:
         every.append(Limit(f"load by {one.name}: pods that failed", len(one.failed), 0))

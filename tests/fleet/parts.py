@@ -167,7 +167,7 @@ class Measured:
         return names
 
     def views(self, names: Collection[str]) -> list[rollout_fleet.NodeView]:
-        """Return the views of these nodes, without those whose agents have not reported."""
+        """Return what `rollout` reads about these nodes, without nodes whose agents have not reported."""
         api, wanted = self.plane.api, set(names)
         nodes = [body for body in api.list("Node", None, "v1") if body["metadata"]["name"] in wanted]
         leases = [body for body in api.list("Lease", NAMESPACE) if body["metadata"]["name"] in wanted]

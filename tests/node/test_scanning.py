@@ -64,7 +64,7 @@ async def scanning_grants(period: float = NEVER, register: Register | None = Non
 
 
 async def test_grants_that_follow_each_other_without_end_are_scanned_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Grants that follow each other without a pause are scanned for within `BURST` seconds."""
+    """While grants follow each other without a pause, a scan for them comes within `BURST` seconds."""
     monkeypatch.setattr(scanning, "SOON", 0.02)
     monkeypatch.setattr(scanning, "BURST", 0.1)
 

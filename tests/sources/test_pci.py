@@ -141,7 +141,7 @@ def test_virtual_functions_know_their_parent(tree: Tree) -> None:
 def test_a_vfio_group_with_a_function_of_the_host_is_unhealthy(
     tree: Tree, class_: str, driver: str, usable: bool
 ) -> None:
-    """A device of a vfio group with a function of a host driver is unhealthy; bridges in the group do not matter."""
+    """A device is unhealthy if a host driver has another function of its VFIO group; PCI bridges do not matter."""
     tree.pci("0000:01:00.0", driver="vfio-pci", group=12)
     tree.pci("0000:01:00.1", class_=class_, driver=driver, group=12)
     (tree.dev / "vfio").mkdir()
@@ -209,7 +209,7 @@ def test_numa_node_that_the_firmware_does_not_know_is_unknown(tree: Tree) -> Non
 
 
 def test_function_that_goes_while_it_is_read_is_left_out(tree: Tree) -> None:
-    """A function that goes while sysfs is read is left out."""
+    """A PCI function that is removed while sysfs is read is left out."""
     tree.pci("0000:01:00.0")
     (tree.sys / "bus/pci/devices/0000:02:00.0").symlink_to(tree.sys / "devices/gone")
     for number, name in enumerate(("vendor", "device", "class"), 3):

@@ -103,7 +103,7 @@ async def test_changes_after_the_end_are_no_matter() -> None:
 
 
 async def test_file_names_the_unhealthy(tmp_path: Path) -> None:
-    """Devices named in a watched file are unhealthy, with or without a reason, until the file goes."""
+    """Devices named in a watched file are unhealthy, with or without a reason, until the file is removed."""
     file = tmp_path / "unhealthy"
     async with lists(SimulatedSource(3, unhealthy_file=str(file), rescan=NEVER)) as watch:
         assert unhealthy(await following(watch)) == {}

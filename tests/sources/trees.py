@@ -23,7 +23,7 @@ class Tree:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The source's options for this tree."""
+        """The options with which a source reads this tree."""
         return {"sysfs_root": str(self.sys), "dev": str(self.dev)}
 
     def pci(
