@@ -222,7 +222,7 @@ async def test_a_late_answer_that_nobody_takes_is_dropped(
 
 
 async def test_an_answer_is_not_believed_if_its_device_went_meanwhile(here: Scene) -> None:
-    """If a device leaves the plugin's list and comes back during Allocate, Prepare is refused; the next calls again."""
+    """If a device leaves the plugin's list and returns during Allocate, Prepare is refused and the answer not used."""
     here.vendor.answers.clear()
     here.driver.claims.add(claim("1", *ids("g0")), claim("2", *ids("g1")))
     preparing = asyncio.create_task(here.refused("1"))

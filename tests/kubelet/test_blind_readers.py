@@ -140,7 +140,7 @@ def namespace(node: BlindNode) -> None:
 
 
 def hidepid(node: BlindNode) -> None:
-    """Processes of other users are hidden and `cgroup.procs` is empty; a container's version 1 cgroup counts."""
+    """The agent sees no processes of other users, so `cgroup.procs` is empty; in cgroup version 1 containers count."""
     node.real = CgroupTree(node.home / "v1", "v1")
     node.real.create()
     node.looks_at = node.real.root
@@ -182,7 +182,7 @@ def test_cgroups(node: BlindNode, situation: Arrange) -> None:
 
 @pytest.mark.parametrize("situation", SITUATIONS)
 def test_cgroups_with_a_plugin_alone(node: BlindNode, situation: Arrange) -> None:
-    """Without DRA, a pod whose cgroup was seen holds its device; else the checkpoint decides, and a problem says so."""
+    """Without DRA, a pod whose cgroup was seen still holds its device; for other pods the checkpoint decides."""
     node.believes_checkpoint = True
     reader = in_cgroups(node, situation)
     look = reader.read()
@@ -237,7 +237,7 @@ def test_a_pod_that_was_hidden_makes_all_others_unknown(node: BlindNode) -> None
 
 @pytest.mark.parametrize("restart", [False, True])
 def test_a_pod_that_was_hidden_stays_so(node: BlindNode, *, restart: bool) -> None:
-    """A pod that the agent could not see gets an empty cgroup that it can see: the device stays held until deletion."""
+    """A pod that the agent could not see gets an empty cgroup that it can see: it holds its device until deleted."""
     node.add(OTHER, shown := node.tree("shown"), directory=False)
     node.add(UID)
     reader = node.live()

@@ -58,7 +58,7 @@ def test_a_response_in_the_checkpoint_shows_the_container_of_a_grant() -> None:
 
 
 def test_a_later_grant_in_the_checkpoint_shows_the_end_of_the_former_holder() -> None:
-    """A later grant's response in the checkpoint ends the former holder, unless the former holder's processes run."""
+    """A later grant's response in the checkpoint proves that the former holder has ended, unless its processes run."""
     found = grants(B, since=2.0, holders=frozenset({A[:2]}))
     for pods, held in ((ENDED, {B}), (RUNS, {A, B}), (BLIND, {A, B})):
         evidence = replace(seen(B, current=False, pods=pods), begun=found.begun, replaced=found.replaced)

@@ -91,7 +91,7 @@ async def test_other_work_lets_allocations_in_flight_go_first(monkeypatch: pytes
 
 
 async def test_asking_a_kubelet(fake_kubelet: FakeKubelet) -> None:
-    """`List` of a kubelet without pods returns an empty answer."""
+    """`List` of PodResources gives an empty report if the kubelet has no pods."""
     service = PodResources(fake_kubelet.pod_resources_socket)
     assert await service.list() == PodResourcesReport()
 
@@ -99,7 +99,7 @@ async def test_asking_a_kubelet(fake_kubelet: FakeKubelet) -> None:
 async def test_calls_share_a_connection_until_the_kubelet_ends(
     fake_kubelet: FakeKubelet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Consecutive calls share one connection; after a kubelet restart the first call succeeds on a new one."""
+    """Consecutive `List` calls share one connection; after a kubelet restart the first call succeeds on a new one."""
     made: list[Any] = []
     channel = grpc.aio.insecure_channel
 

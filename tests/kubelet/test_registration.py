@@ -246,7 +246,7 @@ def test_all_is_well() -> None:
     ],
 )
 def test_each_thing_that_can_be_wrong_has_its_step(now: Seen, step: Step) -> None:
-    """Each situation has one next step."""
+    """For each situation in which the resource is not served by the present kubelet, there is one next step."""
     assert next_step(now, 5.0) is step
 
 

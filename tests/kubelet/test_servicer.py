@@ -124,7 +124,7 @@ class Granting(MemoryStore):
 
 
 class Served(RegisterHost, EndpointHost):
-    """An endpoint behind a server, and a stub that calls it."""
+    """The agent's device plugin service of one resource behind a gRPC server, and a client that calls it."""
 
     def __init__(self, source: DeviceSource, stub: Any, avoided: Collection[str] = (), **options: Any) -> None:
         self.inventory = Inventory(R)
@@ -1035,7 +1035,7 @@ async def test_reset_is_called_with_the_devices(serve: Serve, caplog: pytest.Log
 
 
 async def test_a_reset_that_goes_on_failing_is_logged_once(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
-    """If `reset` repeatedly fails with the same error, it is logged once until a start succeeds; others are logged."""
+    """The same error of `reset` is logged once until a container starts; a different error is logged at once."""
 
     class Resetting(Source):
         error = "stuck"

@@ -68,7 +68,7 @@ class Source(DeviceSource):
         return ContainerEdits({"SET": "up"})
 
     def unprepare(self, devices: Sequence[Device]) -> None:
-        """Undo nothing."""
+        """Do nothing."""
 
 
 class Plain(DeviceSource):
@@ -312,7 +312,7 @@ class Flow(DriverHost):
         return None if device in self.slice() else 0.0
 
     def offering(self, resource: str, device: str) -> str:
-        """Return that no other slice offers a device."""
+        """Return "", which means that no other slice offers the device."""
         return ""
 
     # Requests of the kubelet for pods and claims; it retries each that fails.

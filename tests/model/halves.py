@@ -435,7 +435,7 @@ class Halves:
         return bool(block.rows[block.numbers[one]] >> block.numbers[two] & 1)
 
     def some(self, count: int, seed: int = 0) -> Iterator[SystemState]:
-        """Return random states, all with the same probability."""
+        """Yield `count` random states of those that were seen, all with the same probability."""
         rows = [(block, number) for block in self.blocks.values() for number in range(len(block.rows))]
         sizes = [block.rows[number].bit_count() for block, number in rows]
         chance = random.Random(seed)

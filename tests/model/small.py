@@ -92,7 +92,7 @@ class Device(NamedTuple):
 
 
 class At(IntEnum):
-    """How far a pod is.
+    """How far the start of a pod is.
 
     No pod, the kubelet chose a device, Allocate was granted, the device manager has the pod in memory, a process of the
     pod runs (also after the pod was deleted by force), the pod has ended.
@@ -966,21 +966,21 @@ def recorded(system: SystemState) -> list[Allocation]:
 
 
 def with_pod(system: SystemState, number: int, pod: Pod) -> SystemState:
-    """Return the state with another pod."""
+    """Return the state with one pod replaced."""
     pods = list(system.pods)
     pods[number] = pod
     return system._replace(pods=(pods[0], pods[1]))
 
 
 def with_claim(system: SystemState, number: int, claim: Request) -> SystemState:
-    """Return the state with another claim."""
+    """Return the state with one claim replaced."""
     claims = list(system.claims)
     claims[number] = claim
     return system._replace(claims=(claims[0], claims[1]))
 
 
 def changed(system: SystemState, number: int, **fields: Any) -> SystemState:
-    """Return the state with other fields of a claim."""
+    """Return the state with these fields of one claim changed."""
     return with_claim(system, number, system.claims[number]._replace(**fields))
 
 

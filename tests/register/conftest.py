@@ -1,4 +1,4 @@
-"""The fake node for these tests: the one of the tests of agents that serve limits and claims."""
+"""Gives these tests the fake node of tests.dra, on which agents serve limits and claims."""
 
 from tests.dra.conftest import node
 

@@ -126,7 +126,7 @@ async def test_an_agent_without_a_ledger_copies_the_allocations_of_each_resource
 async def test_copies_of_another_plugin_directory_are_ignored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: str
 ) -> None:
-    """A copy counts only for the plugin directory that it states: an adopted plugin's ids are in two directories."""
+    """A copy counts only for the plugin directory that it states, as an adopted plugin's ids are in two directories."""
     store, looks = MemoryStore(), Looks("copies", threads=1)
     one = AllocationRecord(R, "d0", "d0", 1.0, 1, frozenset({("u1", "main")}))
     await store.do(lambda _: Decision(None, (Change("allocations", (R, "d0"), one),)))

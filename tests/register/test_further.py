@@ -121,7 +121,7 @@ async def by_limits(here: Here, name: str) -> FakePod:
 
 
 async def test_devices_of_pods_by_limits_leave_a_former_driver_one_by_one(node: FakeNode) -> None:
-    """After a rename of the driver, a device can go to the new driver while pods have others by limits through DRA.
+    """After a rename of the driver, a device can go to the new driver while pods have other devices through DRA.
 
     Meanwhile the device plugin does not show the device, since a kubelet restart would then end younger pods.
     """

@@ -40,7 +40,7 @@ class Slow(Listed):
 
 @BOTH
 async def test_a_list_changes_while_edits_works_for_a_pod(node: FakeNode, both: bool) -> None:
-    """If a device id stands for other hardware after an Allocate's `edits`, no two pods get the same hardware."""
+    """If a list gives a device id other hardware during an Allocate's `edits`, no two pods get the same hardware."""
     source = Slow()
     cards(source, d0="h0")
     async with serving(node, source, both=both) as here:
@@ -61,7 +61,7 @@ async def test_a_list_changes_while_edits_works_for_a_pod(node: FakeNode, both: 
 
 @pytest.mark.parametrize("hook", ["released", "edits"])
 async def test_a_list_changes_while_a_claim_is_prepared(node: FakeNode, hook: str) -> None:
-    """If a device name stands for other hardware after a Prepare's hook, no two pods get the same hardware."""
+    """If a list gives a device name other hardware during a Prepare's hook, no two pods get the same hardware."""
 
     class Wiped(Listed):
         began, end, slow = asyncio.Event(), asyncio.Event(), False

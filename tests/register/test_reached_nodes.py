@@ -76,7 +76,7 @@ _steps = st.one_of(
 
 @given(st.lists(_steps, max_size=12))
 def test_a_listed_device_is_held_whole_or_in_parts_or_through_an_adopted_id(steps: list[Step]) -> None:
-    """After any steps, no device is held as a whole, in parts, or through an adopted id's nodes at the same time."""
+    """After any steps a device is held in one way only: as a whole, in parts, or through an adopted id's nodes."""
     state = RegisterSnapshot()
     for step in steps:
         state = step(state)
