@@ -51,7 +51,7 @@ def _refusal_by_side(wanted: Collection[Use], state: RegisterSnapshot, view: Vie
 
 
 BY_STATE: Final = ((rules, "prepare_refusal", _prepare_by_state), (operations, "refusal", _refusal_by_side))
-"""Grants by a device's state alone. A check of the other side's holders would hide that a move ended too early."""
+"""Grants by a device's state alone. A check of holders of the other kind would hide that a move ended too early."""
 
 
 def _old_commit_to_dra(now: RegisterSnapshot, record: DeviceRecord, evidence: KubeletEvidence) -> rules.MoveWait | None:

@@ -92,7 +92,7 @@ class Device(NamedTuple):
 
 
 class At(IntEnum):
-    """How far the start of a pod is.
+    """How far the start of a pod is, in this order.
 
     No pod, the kubelet chose a device, Allocate was granted, the device manager has the pod in memory, a process of the
     pod runs (also after the pod was deleted by force), the pod has ended.
@@ -108,7 +108,7 @@ class InApi(IntEnum):
 
 
 class OnNode(IntEnum):
-    """The state of a claim on the node.
+    """The state of a claim on the node, in this order.
 
     None, reserved in the ledger, its file written, prepared, its container ended, its file removed, granted with its
     answer and without a file (if no hook sets devices up), its container runs, its container runs and the kubelet's
@@ -175,7 +175,7 @@ class Pod(NamedTuple):
 
     @property
     def unlisted(self) -> bool:
-        """Whether the pod was granted its device and the kubelet has not written the pod to the checkpoint yet."""
+        """Whether the pod was granted its device, and neither checkpoint nor ledger names the pod yet."""
         return self.at == At.ANSWERED or (self.at == At.ADMITTED and not (self.file or self.recorded))
 
 
@@ -859,7 +859,7 @@ class Small:
             yield self.started(system)
 
     def lost(self, system: SystemState, share: Share) -> str:
-        """Return which device is not offered as the share requests in a state at rest; "" if none."""
+        """Return which device is not offered to limits or claims as requested, in a state at rest; "" if none."""
         for device in range(len(self.names)):
             plugin, dra = system.received[device], system.slice[device]
             if plugin == dra:

@@ -304,7 +304,7 @@ class Walk(RuleBasedStateMachine):
     @precondition(lambda self: self.life is not None)
     @rule(rounds=st.integers(1, 3))
     def all_goes_well_for_a_while(self, rounds: int = 3) -> None:
-        """The agent does all its periodic work some times, while pods and claims do not change."""
+        """The agent does all its periodic work `rounds` times, while pods and claims do not change."""
         self.outside.prompt = True
         for _ in range(rounds):
             self.finish()
