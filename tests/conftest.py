@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings, strategies
 
 from deviceplugin import looks
 
-gc.disable()  # until the tests are loaded, because loading creates hardly any garbage
+gc.disable()  # no garbage collection until the tests are loaded: loading creates hardly any garbage
 settings.register_profile("quick", max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("thorough", settings.get_profile("quick"), max_examples=200)  # tox -e explore
 settings.load_profile("quick")

@@ -73,7 +73,7 @@ def test_what_the_source_says_identifies_beside_distinctive_numbers() -> None:
 
 
 def test_nodes_of_edits_do_not_identify() -> None:
-    """The nodes in a device's edits are not part of its identity."""
+    """Device nodes in a device's container edits are not part of the device's identity."""
     device = Device("a", nodes=["/dev/g0"], edits=ContainerEdits(nodes=["/dev/ctl"]))
     assert identity.identities([device], NODES) == {"a": {"char:195:0"}}
 

@@ -379,7 +379,7 @@ class Day:
     def mean(
         self, rule: Callable[[frozenset[str], int], frozenset[str]], seed: int, sizes: Sequence[int], load: float
     ) -> float:
-        """Return the mean score of the allocated sets. load: the share of requests among the events."""
+        """Return the mean score of the allocated sets. load: the proportion of requests among the events."""
         random_, free, held, given = random.Random(seed), frozenset(self.ids), list[frozenset[str]](), list[float]()
         for _ in range(3000):
             if random_.random() < load:

@@ -280,7 +280,7 @@ class Bridge:
         for line in lines:
             self.cluster.wait_for(
                 lambda line=line: line in self.log(),  # type: ignore[misc]
-                120.0,  # a start takes a second, and much longer on a busy machine
+                120.0,  # an agent's start takes a second, and much longer on a busy machine
                 line,
             )
 

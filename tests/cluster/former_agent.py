@@ -69,7 +69,7 @@ class FormerAgent:
                     known = requested
 
     def write(self, requested: str) -> None:
-        """Create or replace the slice, with the devices of the requested share and the report."""
+        """Create or replace the slice, with as many devices as are requested for claims, and the report."""
         cluster, driver, name = self.group.cluster, self.group.driver, self.node.name
         share = requested or "none"
         moved = parse_share(share).of(DEVICES)

@@ -102,7 +102,7 @@ def test_what_the_model_warns_of_is_what_one_node_alone_does(group: Group) -> No
     group.until(lambda: group.slices() == {group.nodes[0].name: 1}, "one node has a slice")
     assert group.verdicts() == [Verdict.IDLE, Verdict.UNREADY, Verdict.UNREADY]
     assert not stops(dict(zip([node.name for node in group.nodes], group.verdicts(), strict=True)))
-    # A rollout of the same share writes annotations that keep the autoscaler from scaling the nodes down.
+    # A rollout with the same `--share` writes annotations that keep the autoscaler from scaling the nodes down.
     status, out = group.rollout("--share", "1", "--max-unavailable", str(COUNT))
     assert status == 0, out
     assert group.verdicts() == ALL_DISABLED

@@ -127,8 +127,9 @@ def restart_container(scene: Scene, pod: Pod) -> None:
 def test_another_plugin_is_replaced(scene: Scene, answer: str) -> None:
     """If resource name and device ids stay the same, the former plugin's pods run on, and keep their devices.
 
-    No other pod gets these devices, for each kind of the former plugin's response (answer), because the kubelet's
-    checkpoint has the ids. Agent, kubelet and container restart, and the devices move to claims.
+    No other pod gets these devices, because the kubelet's checkpoint has their ids. Agent, kubelet and container
+    restart, and the devices move to claims. answer: what the former plugin's Allocate responses give to a container,
+    either device nodes, or only variables and mounts.
     """
     cluster = scene.cluster
     scene.nodes("a", 4)

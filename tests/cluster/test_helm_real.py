@@ -125,7 +125,8 @@ def test_life_of_a_release(released: Released) -> None:
     released.uninstall()
     assert not [one for one in cluster.api.list("DeviceClass") if one["metadata"]["name"] == DRIVER]
     for kind in ("ValidatingAdmissionPolicy", "ClusterRole", "ClusterRoleBinding"):
-        found = [one["metadata"] for one in cluster.api.list(kind)]  # manifests of another test may have left some
+        # Objects of this kind may be left from another test's manifests; they lack the release's annotation.
+        found = [one["metadata"] for one in cluster.api.list(kind)]
         assert not [one["name"] for one in found if "meta.helm.sh/release-name" in one.get("annotations", {})], kind
     assert {held_by(plain), held_by(user)} == held.keys()
 

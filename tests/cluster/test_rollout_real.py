@@ -27,7 +27,7 @@ FORMER: tuple[dict[str, str], ...] = (
     {SHARE: "none"},
     {},
 )
-"""The annotations of three Nodes before the rollout: an administrator's, a requested share, and none."""
+"""The annotations of three Nodes before the rollout: an administrator's, a request of no devices for claims, none."""
 
 
 @pytest.fixture

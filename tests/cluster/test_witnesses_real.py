@@ -632,7 +632,7 @@ def ended(process: subprocess.Popen[bytes]) -> Iterator[None]:
 
 
 def forgotten(scene: Scene) -> tuple[Pod, Pod]:
-    """Delete a pod whose container hangs by force, and wait until the kubelet's checkpoint does not name the pod.
+    """Force-delete a pod whose container hangs, and wait until the kubelet's checkpoint no longer names the pod.
 
     The kubelet writes its checkpoint when a second pod starts. Return the hanging pod and the second pod.
     """

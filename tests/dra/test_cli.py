@@ -76,13 +76,13 @@ class FakeAgent:
 
     @property
     def told(self) -> str:
-        """The requested share that the agent has reported in its Lease."""
+        """The requested number of devices for claims (share), as the agent has reported it in its Lease."""
         told = progress.read(D, [self.server.get("leases", self.node, NAMESPACE)])
         return "" if told is None else told.requested
 
     @property
     def moving(self) -> bool:
-        """Whether a device moves between limits and claims, or the agent has not read the requested share yet."""
+        """Whether a device moves between limits and claims, or the agent has not read the Node's annotation yet."""
         if set(self.states.values()) - {State.PLUGIN, State.DRA}:
             return True
         with contextlib.suppress(KeyError):  # the Node object may be deleted
@@ -845,14 +845,14 @@ def test_migrate_there_and_back(nodes: FakeFleet, bridge: Callable[..., Ran]) ->
 
 
 def test_shares_are_written_as_they_are_read(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
-    """A requested share with a leading zero is written to the annotation without the zero."""
+    """A requested number of devices for claims is written to the annotation without its leading zero."""
     agent = nodes.agent("n1", deaf=True)
     assert bridge("migrate", "n1", "--driver", D, "--share", "02").out == "n1: share 2 requested\n"
     assert agent.annotations == {SHARE: "2"}
 
 
 def test_a_share_is_forced(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
-    """`--force` adds the word force to the requested share; `--force` without a share is wrong usage."""
+    """`--force` adds the word force to the annotation that `--share` writes; `--unset --force` is wrong usage."""
     agent = nodes.agent("n1")
     ran = bridge("migrate", "n1", "--driver", D, "--share", "100%", "--force", "--wait")
     assert (ran.status, ran.out.splitlines()[0]) == (0, "n1: share all force requested")
@@ -882,7 +882,7 @@ def test_a_timeout_without_waiting(nodes: FakeFleet, bridge: Callable[..., Ran])
     ],
 )
 def test_what_cannot_be_asked_for(nodes: FakeFleet, bridge: Callable[..., Ran], argv: list[str], said: str) -> None:
-    """A wrong share or node gives status 2, a driver or an agent that is missing gives status 1; nothing is written."""
+    """A wrong --share or node gives status 2, a missing driver or agent gives status 1; nothing is written."""
     agent = nodes.agent("n1", deaf=True)
     for name in ("bare", "old"):
         nodes.server.create(node_body(name))
@@ -952,7 +952,7 @@ def test_a_rollout_goes_on_while_devices_are_held(nodes: FakeFleet, bridge: Call
 
 
 def test_a_node_without_an_answer_stops_such_a_rollout(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
-    """--continue-when-held applies only to held devices: an agent that does not read the share stops the rollout."""
+    """--continue-when-held applies only to held devices: an agent that does not read the request stops the rollout."""
     nodes.agent("n1", deaf=True)
     more = ("--timeout-per-node", "1", "--continue-when-held")
     assert bridge("rollout", "--driver", D, "--share", "all", "-l", "pool=gpu", *more).status == 1
@@ -1032,7 +1032,7 @@ def test_a_rollout_survives_an_outage(nodes: FakeFleet, bridge: Callable[..., Ra
 
 
 def test_migrate_of_a_dead_agent(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
-    """If the agent does not read the share before the timeout, the output asks whether the agent runs."""
+    """If the agent does not read the Node's annotation before the timeout, the output asks whether the agent runs."""
     nodes.agent("n1", deaf=True)
     ran = bridge("migrate", "n1", "--driver", D, "--share", "all", "--wait", "--timeout", "0.3")
     assert ran.status == 1
@@ -1040,7 +1040,7 @@ def test_migrate_of_a_dead_agent(nodes: FakeFleet, bridge: Callable[..., Ran]) -
 
 
 def test_migrate_that_is_overruled(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
-    """If another share is requested while the command waits, the command ends with status 1."""
+    """If another number of devices for claims is requested while `migrate --wait` waits, it ends with status 1."""
     agent = nodes.agent("n1", deaf=True)
 
     def overrule() -> None:
@@ -1056,7 +1056,7 @@ def test_migrate_that_is_overruled(nodes: FakeFleet, bridge: Callable[..., Ran])
 
 
 def test_migrate_interrupted(nodes: FakeFleet) -> None:
-    """Ctrl-C ends the wait with status 130, and the output says that the requested share stays."""
+    """Ctrl-C ends `migrate --wait` with status 130; the output says that the requested number of devices stays."""
     agent = nodes.agent("n1", deaf=True)
     with started(nodes, "migrate", "n1", "--driver", D, "--share", "all", "--wait") as process:
         nodes.wait_for(lambda: any(one.watch and "nodes" in one.path for one in nodes.server.log))
@@ -1206,7 +1206,7 @@ def test_share_of_more_devices_than_there_are(nodes: FakeFleet, bridge: Callable
 
 
 def test_rollout_goes_node_after_node(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
-    """One node moves at a time, in natural order of names; the former share of each node is kept in an annotation."""
+    """One node moves at a time, in natural order of names; an annotation keeps how many devices were for claims."""
     for number in (10, 9, 1, 2):
         nodes.agent(f"n{number}")
     nodes.agents["n2"].ask(dra_share="1")
@@ -1284,7 +1284,7 @@ def test_rollout_of_many_nodes_lists_pods_once_for_all_of_them(nodes: FakeFleet,
 
 
 def test_rollout_with_nothing_to_do(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
-    """A node that already has the requested share gets no new share; it is only marked against scale-down."""
+    """A node with as many devices for claims as requested gets no new request, only a mark against scale-down."""
     agent = nodes.agent("n1", share="1")
     ran = bridge("rollout", "--driver", D, "--share", "1", "-l", "pool=gpu")
     assert ran.status == 0

@@ -99,7 +99,7 @@ def test_a_missing_device_node_is_named_on_both_sides(fake_node: FakeNode, bridg
 
 
 def test_claims_get_nothing_unless_a_share_says_so(fake_node: FakeNode, bridged: Bridged) -> None:
-    """Unless a share is given, no device is for claims, as with `dra_bridge.run`."""
+    """Without the argument `share`, no device is for claims, as with `dra_bridge.run`."""
     bridged(Fpga())
     assert fake_node.allocatable(R) == 2
     with pytest.raises(TimeoutError):
@@ -132,7 +132,7 @@ def test_the_class_is_that_of_the_manifests() -> None:
 
 
 def test_what_cannot_be_served_is_named(fake_node: FakeNode, bridged: Bridged) -> None:
-    """A class instead of a source, a wrong share and a failing `watch` raise in the call of `bridged`."""
+    """A class instead of a source, a wrong `share` and a failing `watch` raise in the call of `bridged`."""
 
     class Failing(Fpga):
         async def watch(self) -> AsyncIterator[Sequence[Device]]:

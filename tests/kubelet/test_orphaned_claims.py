@@ -106,7 +106,7 @@ def test_what_another_vendors_claim_holds_is_not_known_by_its_name(tmp_path: Pat
 
 
 def test_a_claim_of_our_driver_without_a_file_may_hold_any_device_of_its_resource(tmp_path: Path) -> None:
-    """A claim without a file, and without the CDI names of an agent, may hold any device of its driver's resource."""
+    """A claim that has no claim file, and no CDI ids from an agent, may hold any device of its driver's resource."""
     written.write(tmp_path, [claim("0", others=("new.example.com",), kind="")])
     assert holder(of(tmp_path), R, "x", D) == f"{UNKNOWN} what claim ml/train through driver {D} holds"
     assert [holder(of(tmp_path), R, "0", driver) for driver in (None, OLD, "new.example.com")] == ["", "", ""]

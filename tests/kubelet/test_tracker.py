@@ -510,7 +510,7 @@ async def test_an_allocate_in_between_makes_a_scan_worthless(tracked: TrackedKub
 
 
 async def test_what_is_known_from_before_a_restart(tracked: TrackedKubelet) -> None:
-    """At the start the holders come from checkpoint and ledger; a scan ends a holder that only the ledger has."""
+    """A restarted agent reads holders from checkpoint and ledger; a scan removes a holder that only the ledger has."""
     pod = await tracked.run_pod()
     ended = Allocation("ended", "main", R, "b")
     again = tracked.made()

@@ -445,7 +445,7 @@ class TestCollector:
     """The metrics of a view."""
 
     def test_a_report_of_the_bridge_is_shown(self, loop: Loop) -> None:
-        """The metrics have what a provider such as the bridge reports: device states, claims, and metric families."""
+        """Metrics show what another component, such as the DRA bridge, reports: device states, claims, own metrics."""
         still = Still(resource("a", "b"))
         bridge = Bridge()
         still.providers.append(bridge)

@@ -185,7 +185,7 @@ class TestReadiness:
     """Reasons for an agent not to be ready."""
 
     def test_ready_when_everything_is_registered(self) -> None:
-        """With everything registered there is no reason."""
+        """If all resources are registered, the agent is ready: the list of reasons against readiness is empty."""
         assert Still(resource("a")).observer().view().unready == ()
 
     @pytest.mark.parametrize(

@@ -71,7 +71,7 @@ SETTLED: Final = IDLE_HALF._replace(sent=True, received=True)
 
 
 def parted(system: SystemState) -> Parts:
-    """Return the shared part and the halves of a state."""
+    """Return a state's parts: the part that belongs to no device, and each device's part (half)."""
     stage = system.stage
     halves = []
     for number, device in enumerate(system.devices):
@@ -104,7 +104,7 @@ def parted(system: SystemState) -> Parts:
 
 
 def joined(shared: Shared, one: Half, two: Half) -> SystemState:
-    """Return the state that consists of a shared part and two halves."""
+    """Return the state with these parts: the part that belongs to no device, and each device's part (half)."""
     both = (one, two)
     pods = [pod._replace(device=number) for number, half in enumerate(both) for pod in half.pods]
     pods = sorted([*pods, Pod(), Pod()][:2])
@@ -132,11 +132,11 @@ def joined(shared: Shared, one: Half, two: Half) -> SystemState:
     )
 
 
-# The common steps, which concern both halves.
+# The common steps, which concern the parts of both devices (the halves).
 
 
 def nothing(_half: Half) -> Hashable:
-    """Return no facts: the other half's result does not depend on this half."""
+    """Return no facts: the step's result for the other device does not depend on this device's part (half)."""
     return ()
 
 
@@ -148,7 +148,7 @@ def withdrawal(half: Half) -> Hashable:
 
 
 def unlisted(half: Half) -> bool:
-    """Return whether a pod of this half was granted its device and is not in the checkpoint yet."""
+    """Return whether a pod was granted this half's device, and is not in the checkpoint yet."""
     return any(pod.unlisted for pod in half.pods)
 
 
@@ -177,7 +177,7 @@ FACTS: Final[dict[str, tuple[Steps, Callable[[Half], Hashable]]]] = {
     "agent dies, ledger lost": (Small.fate, lambda half: any(pod.forgotten for pod in half.pods)),
     "agent starts": (Small.fate, lambda half: (half.device.state == UNKNOWN, unlisted(half))),
 }
-"""For each common step: the method of `Small` that yields it, and the facts that one half needs about the other."""
+"""For each step of both devices: the method of `Small` that yields it, and what it needs of the other device."""
 
 GATHERING: Final = (
     ("request", "withdrawn"),
@@ -191,7 +191,7 @@ GATHERING: Final = (
 
 
 def possible(small: Small, shared: Shared) -> tuple[str, ...]:
-    """Return the common steps that may be possible in states with this shared part."""
+    """Return the steps of both devices that may be possible in states with this part that belongs to no device."""
     found = ["receive", "write", "tick"]
     if small.slow:
         found.append("write late" if shared.writing else "draft")
@@ -229,9 +229,10 @@ def mask_of(numbers: Collection[int]) -> int:
 
 
 class Ways(dict[int, int]):
-    """The results of a common step for the halves of a block, if the facts about the other halves are the same.
+    """The results of a step of both devices for one device's part (half), by the half's number in a block.
 
-    to: the block that the step leads to, by the facts about the half.
+    theirs: the facts about the other device's half, which are the same for all results. to: the block that the step
+    leads to, by the facts about the half.
     """
 
     def __init__(self, block: Block, word: str, theirs: Hashable) -> None:
@@ -247,7 +248,7 @@ class Ways(dict[int, int]):
         return self.learn(number, next((after for what, after in steps if what == self.word), system))
 
     def learn(self, number: int, after: SystemState) -> int:
-        """Record the result of the step for one half."""
+        """Record the result of the step for one device's part of the state (half)."""
         shared, half, _ = parted(after)
         block = self.block.all.block(shared)
         assert self.to.setdefault(self.block.kinds[self.word][number], block) is block, "the facts do not suffice"
@@ -256,7 +257,7 @@ class Ways(dict[int, int]):
 
 
 class Block:
-    """All states with the same shared part. A half's number is its index in this block."""
+    """All states with the same `Shared`. The number of a half (a device's part) is its index in this block."""
 
     def __init__(self, halves: Halves, shared: Shared) -> None:
         self.all = halves
@@ -274,7 +275,7 @@ class Block:
         self._own: dict[int, list[int]] = {}
 
     def number(self, half: Half) -> int:
-        """Return a half's number in this block."""
+        """Return the number in this block of a half (a device's part of a state)."""
         known = self.numbers.get(half)
         if known is None:
             known = self.numbers[half] = len(self.halves)
@@ -289,7 +290,7 @@ class Block:
         return known
 
     def room(self, number: int) -> int:
-        """Return a mask of the halves that fit beside this one within the node's number of pods and claims."""
+        """Return a mask of the halves (devices' parts) with which the node has no more pods and claims than allowed."""
         mine, small = self.size[number], self.all.small
         found = 0
         for (pods, claims), members in self.sizes.items():
@@ -298,7 +299,7 @@ class Block:
         return found
 
     def add(self, number: int, partners: int) -> None:
-        """Add the states of a half with these other halves. partners: a mask."""
+        """Add the states of a half (a device's part) with these halves of the other device. partners: a mask."""
         new = partners & ~self.rows[number]
         if new:
             if not self.rows[number] and not self.all.problem:
@@ -307,7 +308,7 @@ class Block:
             self.fresh[number] = self.fresh.get(number, 0) | new
 
     def own(self, number: int) -> list[int]:
-        """Return the results of the steps that belong to a half's device."""
+        """Return the numbers of the halves (a device's parts of states) that steps of this device alone lead to."""
         known = self._own.get(number)
         if known is None:
             half = self.halves[number]
@@ -328,7 +329,7 @@ class Block:
         return known
 
     def way(self, word: str, theirs: Hashable) -> Ways:
-        """Return the results of a common step, if these are the facts about the other halves."""
+        """Return the results of a step of both devices. theirs: the facts about the other device's part (half)."""
         known = self.ways.get((word, theirs))
         if known is None:
             known = self.ways[word, theirs] = Ways(self, word, theirs)
@@ -355,7 +356,10 @@ class Block:
                 self._together(word, ones, others)
 
     def _together(self, word: str, ones: list[int], others: list[int]) -> None:
-        """Take a common step from all states that have one half of `ones` and one of `others`."""
+        """Take a step of both devices, from each state with a half in `ones` and the other half in `others`.
+
+        A half is a device's part of a state; the lists have the numbers of halves in this block.
+        """
         left, right = self._sorted(word, ones), self._sorted(word, others)
         for mine, some in left.items():
             for theirs, partners in right.items():
@@ -372,7 +376,7 @@ class Block:
                     to.add(number, arrived)
 
     def _sorted(self, word: str, numbers: list[int]) -> dict[Hashable, list[int]]:
-        """Return halves by the facts that the other halves must know of them for this step."""
+        """Return the numbers of halves (devices' parts of states) by the facts that the step's result depends on."""
         if len(self.example[word]) == 1:
             return {self.kinds[word][0]: numbers}
         kinds = self.kinds[word]
@@ -405,7 +409,7 @@ class Halves:
         self.blocks: dict[Shared, Block] = {}
 
     def block(self, shared: Shared) -> Block:
-        """Return the block with this shared part."""
+        """Return the block of the states with this part that belongs to no device."""
         known = self.blocks.get(shared)
         if known is None:
             known = self.blocks[shared] = Block(self, shared)
@@ -466,9 +470,10 @@ class Halves:
     def endless(self, *, serve: bool) -> str:
         """Return where the steps of `Small.ending` run in a circle; "" if they always end.
 
-        These steps change the shared part forward only: the agent ends its gathering of evidence and begins no other,
-        it starts, and it sends what it has not sent yet. The other steps change one half, whatever the other half is:
-        if no half can come back to itself, no state can.
+        None of these steps returns the part of a state that belongs to no device (`Shared`) to an earlier value: the
+        agent starts, ends its gathering of evidence without beginning another, and sends what it has not sent yet. The
+        other steps change one device's part (half), whatever the other half is: if no half can come back to itself, no
+        state can.
         """
         for shared, block in self.blocks.items():
             ways = {}

@@ -324,7 +324,7 @@ def written(system: SystemState, now: RegisterSnapshot) -> SystemState:
 
 
 def in_ledger(claim: Claim | None) -> InLedger:
-    """Return how the ledger has a claim, as the model's number."""
+    """Return whether the ledger's claim is reserved in memory, reserved on disk or prepared; NONE without a claim."""
     if claim is None:
         return InLedger.NONE
     if claim.result is not None:
@@ -990,7 +990,7 @@ def gone(claim: Request) -> Request:
 
 
 def canonical(system: SystemState, *, alike: bool = True) -> SystemState:
-    """Return one state for all those that differ in names only. alike: devices' names may differ, too."""
+    """Return the same state for all states that differ only in names: of pods and claims, if alike also of devices."""
     one, two = system.devices
     if one > two and alike:
         return swapped(system)

@@ -40,7 +40,7 @@ def agree(halves: Halves, count: int) -> None:
 
 
 def mirrored(shared: Shared, one: Half, two: Half) -> SystemState:
-    """Return the state of two halves with the devices' names exchanged."""
+    """Return the state of these parts (halves: a device's part) with the devices' names exchanged."""
     return joined(shared, two, one)
 
 

@@ -36,7 +36,7 @@ def at(number: int, serial: str, place: str, *, port: bool = False) -> Tokens:
 
 
 def held(device: str, tokens: Tokens, **more: object) -> AllocationRecord:
-    """Return the allocation, to a known container, of a device with these tokens."""
+    """Return a container's allocation of a device. tokens: what identifies the device, such as its serial number."""
     record = AllocationRecord(R, device, device, 0.0, 1, frozenset({(f"uid-{device}", "main")}), pending=False)
     return replace(record, pod=f"ml/{device}", identity=identified(tokens, BOOT), amount=WHOLE, **more)  # type: ignore[arg-type]
 

@@ -28,9 +28,9 @@ PACKAGES = (
     *("runc", "containernetworking-plugins", "iproute2", "kmod", "procps", "ca-certificates"),
 )
 GATEWAY = "10.78.0.1"
-"""The host's address in the machine's network."""
+"""The host's address in the virtual network between the host and the machine."""
 ADDRESS = "10.78.0.2"
-"""The machine's address in this network."""
+"""The machine's address in the virtual network between the host and the machine."""
 NODE = "node1"
 LABEL = "programs"
 """The label of the file system that a machine mounts at /opt/node."""

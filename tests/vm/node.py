@@ -157,7 +157,7 @@ class MachineCluster(Cluster):
         )
 
     def reachable(self, kubeconfig: str) -> str:
-        """Return this kubeconfig with the API server's address in the machine's network."""
+        """Return this kubeconfig with the address at which the virtual machine reaches the API server."""
         written = json.loads(kubeconfig)
         for each in written["clusters"]:
             each["cluster"]["server"] = _SERVER

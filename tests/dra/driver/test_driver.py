@@ -1091,7 +1091,7 @@ SHARE: dict[str, Any] = {"shareID": "s", "consumedCapacity": {"shares": "1"}}
 
 
 async def test_a_claim_whose_file_is_lost_shares_with_nobody(serve: Serve) -> None:
-    """If ledger record and file of a claim are lost, it gets the whole device: its CDI file does not show its share."""
+    """If ledger record and file of a claim are lost, it gets the whole device: its CDI file does not show its part."""
     here = await serve(Halves())
     here.claims.add(claim("1", result("d0", **SHARE)), claim("2", result("d0", **{**SHARE, "shareID": "t"})))
     await here.prepared("1")

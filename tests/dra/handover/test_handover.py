@@ -172,7 +172,7 @@ async def test_a_list_that_began_before_the_slice_was_accepted_ends_no_move(
 async def test_a_share_that_is_forced_no_more_when_the_claims_are_listed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If a forced share of 0 is replaced by an unforced one while claims are listed, no device is forced to move."""
+    """If force is taken back from a request for 0 devices for claims while claims are listed, no move is forced."""
     flow = await Flow.begin(tmp_path, Outside(), Source())
     await flow.move(2)
 
@@ -371,7 +371,7 @@ def test_a_refused_claim_takes_held_devices_once(tmp_path: Path) -> None:
 def test_no_refused_claim_takes_devices_while_pods_have_some_by_limits_from_both_sides(tmp_path: Path) -> None:
     """A refused claim moves no device of a resource while its pods by limits have devices of both plugin and DRA.
 
-    It moves no group with such a device either.
+    Nor does the claim move devices that only move together (a group) if one of them belongs to such a resource.
     """
     with DirectLedger(str(tmp_path / "ledger.db")) as store:
         store.do(adopt(R, ["a", "b", "d"], Side.PLUGIN, 0.0))

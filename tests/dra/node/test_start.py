@@ -256,7 +256,7 @@ def annotate(node: FakeNode, share: str) -> None:
 async def test_an_invalid_share_keeps_the_last_valid_one_over_a_restart(
     node: FakeNode, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """An invalid share in the annotation is logged once; the last valid share still counts, also after a restart."""
+    """An invalid share (devices for claims) is logged once; the last valid one still counts, also after a restart."""
     annotate(node, "all")
     async with running(node, Share(0)) as bridge:
         await moved(bridge, State.DRA)

@@ -115,7 +115,7 @@ class Group:
             self.patch(name, autoscaler.release_patch(D, self.now(name), step))
 
     def agent(self, name: str) -> None:
-        """Let an agent read the requested share or, if it has read it, move devices; then it publishes its slice."""
+        """Let an agent read the Node's annotation or, if it has read it, move devices; then it publishes its slice."""
         wanted = self.annotations[name].get(SHARE, "")
         if self.known[name] != wanted:
             self.known[name] = wanted
@@ -124,7 +124,7 @@ class Group:
         self.sliced[name] = self.wants_slice(name)
 
     def moving(self) -> int:
-        """Return how many nodes have devices that move, or an agent that has not read the requested share."""
+        """Return how many nodes have devices that move, or an agent that has not read the Node's annotation yet."""
         return sum(
             self.at[name] != found.get(SHARE, "") or self.known[name] != self.at[name]
             for name, found in self.annotations.items()

@@ -65,8 +65,8 @@ def test_no_used_node_is_drained_while_a_rollout_runs(
 ) -> None:
     """While rollouts run, are interrupted and undone, the autoscaler drains no used node.
 
-    After each rollout no node counts as unready. This holds for any shares and slow nodes. After the undo all
-    annotations are as before.
+    After each rollout no node counts as unready. This holds for any requested numbers of devices for
+    claims, and for slow nodes. After the undo all annotations are as before.
     """
     theirs = {SCALE_DOWN_DISABLED: "true"}
     first = {f"n{number}": dict(theirs) if number in foreign else {} for number in range(count)}

@@ -59,7 +59,10 @@ def test_distance(requested: str | None, counts: Mapping[str, int], left: int) -
 
 
 def test_settled_only_once_the_agent_knows() -> None:
-    """A node is not finished before its agent has read the requested share, wherever its devices are."""
+    """In a rollout, a node is finished only after its agent has read the requested share (devices for claims).
+
+    This holds even if as many devices as requested are already for claims.
+    """
     at_rest = view(requested="all", counts={"dra": 4})
     assert fleet.finished(at_rest)
     assert at_rest.reported is not None
@@ -226,7 +229,7 @@ def test_failing_pods_are_those_of_devices() -> None:
 
 
 def test_phases() -> None:
-    """A node's phase in a rollout follows from the requested share and from how many devices have moved."""
+    """A node's phase in a rollout follows from how many devices are requested for claims, and how many moved."""
     goal, undo = Goal("all"), Goal(undo=True)
     assert fleet.phase(goal, view()) is Phase.WAITING
     assert fleet.phase(goal, view(requested="all", counts={"dra": 1, "to-dra": 3})) is Phase.MOVING
@@ -262,7 +265,7 @@ def test_a_stalled_node_stops_it() -> None:
 
 
 def test_begin_keeps_the_first_record() -> None:
-    """The first of several rollouts records a node's former share; each of them records the node's failing pods."""
+    """The first of several rollouts records a node's former number of devices for claims; each records failing pods."""
     first = fleet.begin_patch(Goal("all"), D, node("n1", {SHARE: "2"}), ["b", "a"])
     assert first is not None
     kept = first["metadata"]["annotations"]
@@ -285,9 +288,9 @@ def test_begin_keeps_the_first_record() -> None:
 def test_rollouts_end_and_undo_restores(
     before: list[str], shares: list[str | None], most: int, choices: list[int], crash: int
 ) -> None:
-    """Rollouts end with the requested share everywhere, and undo restores all annotations.
+    """After a rollout each node has the requested share (devices for claims); undo restores all annotations.
 
-    This holds for any former shares, slow nodes, and commands that die and run again. At most N nodes move at once.
+    This holds for any shares before, slow nodes, and commands that die and run again. At most N nodes move at once.
     """
     at_first = {f"n{number}": {simulated.SHARE: text} if text else {} for number, text in enumerate(before)}
     group = simulated.Group({name: dict(found) for name, found in at_first.items()})
@@ -304,7 +307,7 @@ ALICE, BOB = Goal("all", owner="alice (share all)"), Goal("none", owner="bob (sh
 
 
 def owned(share: str | None, goal: Goal, **more: Any) -> NodeView:
-    """Return a node that the rollout of a goal has started, with this requested share."""
+    """Return a node that the rollout of a goal has started. share: the requested number of devices for claims."""
     return view("n1", requested=share, counts={"plugin": 4}, before=Before("2", owner=goal.owner), **more)
 
 
@@ -320,7 +323,7 @@ def owned(share: str | None, goal: Goal, **more: Any) -> NodeView:
         (replace(BOB, take_over=True), owned("all", ALICE), (), ""),
         (replace(BOB, take_over=True), owned("all", ALICE), ("n1",), "n1: share all requested by the rollout of alice"),
         (ALICE, owned("all", ALICE), (), ""),
-        (ALICE, owned("all", BOB), (), ""),  # another rollout with the same share is no contradiction
+        (ALICE, owned("all", BOB), (), ""),  # another rollout that requests the same is no contradiction
         (ALICE, owned("none", BOB), ("n1",), "n1: share none requested by the rollout of bob (share none)"),
         (ALICE, owned("1", ALICE), (), "n1: share 1 requested by somebody else since this rollout has begun it"),
         (ALICE, owned(None, ALICE), ("n1",), "n1: no share requested by somebody else"),
@@ -337,7 +340,7 @@ def owned(share: str | None, goal: Goal, **more: Any) -> NodeView:
     ],
 )
 def test_contradicting_rollouts(goal: Goal, found: NodeView, own: Sequence[str], said: str) -> None:
-    """A rollout stops at a node with another rollout's share. With --take-over it replaces that share once."""
+    """A rollout stops at a node with another rollout's request; --take-over replaces that request once."""
     decision = fleet.decide(goal, [found, view("n2")], RolloutLimits(2), own=own)
     assert bool(decision.stop) is bool(said)
     assert "".join(decision.stop).startswith(said)
@@ -349,14 +352,14 @@ def test_contradicting_rollouts(goal: Goal, found: NodeView, own: Sequence[str],
 
 
 def test_contradictions_of_many_nodes_are_one_sentence() -> None:
-    """If another rollout has requested the share of many nodes, one line names them all."""
+    """If a rollout stops because many nodes have another rollout's request, one message stands for these nodes."""
     found = [replace(owned("all", ALICE), node=f"n{number}") for number in range(8)]
     said = "n0, n1, n2, n3, n4 and 3 more: share all requested by the rollout of alice (share all)"
     assert fleet.decide(BOB, found, RolloutLimits()).stop == (f"{said}; --take-over replaces it",)
 
 
 def test_who_takes_over_keeps_what_was_before() -> None:
-    """A takeover of another rollout's node keeps the record of the former share, and records the new owner."""
+    """A takeover of another rollout's node keeps the record of what was requested before both; the owner is new."""
     found = node("n1", {SHARE: "all", BEFORE: '{"share":"2","owner":"alice (share all)"}'})
     patch = fleet.begin_patch(replace(BOB, take_over=True), D, found, [])
     assert patch is not None
@@ -379,7 +382,7 @@ def test_a_node_that_is_gone_is_waited_for() -> None:
 
 
 def test_a_record_is_removed_only_where_its_share_is_restored() -> None:
-    """The record of a Node's former share is removed only if the Node has that share again at this moment."""
+    """The record of a Node's former share (devices for claims) is removed only if the Node has that share again."""
     undo = Goal(undo=True, owner="bob (undo)")
     record = '{"share":"2","owner":"bob (undo)"}'
     assert fleet.forget_patch(undo, D, node("n1", {SHARE: "2", BEFORE: record})) is not None

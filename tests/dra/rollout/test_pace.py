@@ -50,7 +50,7 @@ async def test_the_list_of_claims_is_measured() -> None:
         ("2", {"plugin": 4, "dra": 4}, True),
         ("50%", {"plugin": 4, "dra": 4}, False),
         ("4", {"plugin": 2, "dra": 4, "to-plugin": 2}, True),
-        (None, {"plugin": 8}, False),  # The share of the config is not known.
+        (None, {"plugin": 8}, False),  # How many devices the config gives to claims is not known.
         (None, {"plugin": 7, "dra": 1}, True),
         ("none force", {"dra": 1}, True),
     ],

@@ -99,7 +99,7 @@ async def test_a_pod_that_asks_for_more_than_either_side_has() -> None:
 
 
 def test_devices_that_are_withheld_explain_why_none_is_free() -> None:
-    """A withheld device lowers allocatable in addition to its pod's request, so the hint names the device."""
+    """A withheld device lowers allocatable in addition to its pod's request, so hints name the withheld device."""
     first, *others = view(a=State.PLUGIN, b=State.PLUGIN, c=State.DRA).devices
     withheld = msgspec.structs.replace(first, withheld="not known")
     here = replace(view(), devices=(withheld, *others))
@@ -110,7 +110,7 @@ def test_devices_that_are_withheld_explain_why_none_is_free() -> None:
 
 
 async def test_a_pod_whose_claim_asks_for_more_than_is_idle() -> None:
-    """For a pod whose claim waits, the hint names a larger share; a claim that is allocated gets no hint."""
+    """If a pod's claim waits, a hint says how many devices to move to DRA; an allocated claim has no hint."""
     with FakeApiServer() as server:
         server.create(node(4))
         server.create(pod("waits", claim="c"))
