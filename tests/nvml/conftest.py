@@ -29,6 +29,8 @@ def gpus(tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
             thread.join(10)
             assert not thread.is_alive()
     unload()
+    # A library that stays loaded would keep its counts of calls for later tests.
+    assert str(library) not in Path("/proc/self/maps").read_text()
 
 
 def unload() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _ctypes
 import asyncio
 import contextlib
 import ctypes
@@ -867,8 +868,12 @@ async def test_what_cannot_be_measured_is_absent(gpus: FakeGpus, until: Until) -
 
 def test_library_is_found_by_its_name_where_it_is_loaded(gpus: FakeGpus, library: Path) -> None:
     """Without a path the library is loaded by its name, as pynvml does."""
-    loaded = ctypes.CDLL(str(library))
+    handle = _ctypes.dlopen(str(library), ctypes.DEFAULT_MODE)
+    loaded = ctypes.CDLL(str(library), handle=handle)
     uuid = gpus.gpu(0)
-    with contextlib.closing(Session(replace(gpus.places, library=""))) as session:
-        assert [gpu.uuid for gpu in session.scan().gpus] == [uuid]
-    assert loaded.fake_calls(b"nvmlInitWithFlags") > 0
+    try:
+        with contextlib.closing(Session(replace(gpus.places, library=""))) as session:
+            assert [gpu.uuid for gpu in session.scan().gpus] == [uuid]
+        assert loaded.fake_calls(b"nvmlInitWithFlags") > 0
+    finally:
+        _ctypes.dlclose(handle)
