@@ -56,6 +56,14 @@ def nodes_of(names: Collection[str], directories: Iterable[str]) -> Tokens:
     return frozenset(tokens)
 
 
+def token_of(node: Mapping[str, Any]) -> str:
+    """Return the identity token (type and number) of a device node in a CDI spec; "" if the spec has no number."""
+    kind, major, minor = _KINDS.get(node.get("type", "")), node.get("major"), node.get("minor", 0)
+    if kind is None or not (major and isinstance(major, int) and isinstance(minor, int)):
+        return ""
+    return node_token(kind, major, minor)
+
+
 class _Spec(NamedTuple):
     """A CDI spec. devices: for the name of each device, its nodes. common: the nodes that come with every device."""
 
@@ -109,8 +117,7 @@ def _path(node: Mapping[str, Any]) -> str:
 
 
 def _numbers(node: Mapping[str, Any]) -> Tokens:
-    kind, major, minor = _KINDS.get(node.get("type", "")), node.get("major"), node.get("minor", 0)
-    if kind is not None and isinstance(major, int) and isinstance(minor, int) and major:
-        return frozenset({node_token(kind, major, minor)} - {""})
+    if token := token_of(node):
+        return frozenset({token})
     # The agent's container may lack the directory in which a vendor's driver container has the nodes.
     return numbers_of([_path(node)]) or numbers_of([str(node.get("path"))])

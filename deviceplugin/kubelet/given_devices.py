@@ -22,8 +22,8 @@ class GivenDevices(NamedTuple):
     """The devices in AllocateResponses.
 
     nodes: the host paths of device nodes. cdi: fully qualified names of CDI devices. uuids: the UUIDs of GPUs and MIG
-    partitions that the NVIDIA container runtime adds, because a variable or a mount names them (NVIDIA device plugin
-    0.17, internal/plugin/server.go: the strategies envvar and volume-mounts).
+    partitions that the NVIDIA container runtime adds, because a variable or a mount names them
+    (NVIDIA/k8s-device-plugin v0.20.0, internal/plugin/server.go: the strategies envvar and volume-mounts).
     """
 
     nodes: tuple[str, ...] = ()

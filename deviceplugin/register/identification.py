@@ -93,8 +93,8 @@ def reach(resource: str, ids: Collection[str], nodes: Tokens, view: View) -> Ope
             return Decision(why)
         changes = []
         for name, record in found.items():
-            known = reachable(record.identity.in_boot(view.boot)) | record.identity.valid_in(view.boot).reached
-            changed = replace(record, identity=Identity(view.boot, reached=known | nodes))
+            now = record.identity.valid_in(view.boot)
+            changed = replace(record, identity=Identity(view.boot, reached=reachable(now.tokens) | now.reached | nodes))
             changes.append(Change("allocations", (resource, name), changed))
         return Decision("", tuple(changes))
 

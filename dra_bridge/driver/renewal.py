@@ -35,16 +35,15 @@ import msgspec
 from deviceplugin import cdi
 from deviceplugin.adoption.source import AdoptedSource
 from deviceplugin.backoff import Backoff
+from deviceplugin.cdi_specs import token_of
 from deviceplugin.device import Device
 from deviceplugin.exclusion import DeviceKey
 from deviceplugin.identity import (
     Identity,
-    NodeKind,
     Tokens,
     agree,
     belongs,
     moved,
-    node_token,
     reachable,
     shown,
     tokens_by_number,
@@ -106,7 +105,7 @@ class _DevicesNow:
         refused to grant the claim new device numbers.
         """
         new = self.numbers - before if refused or self.away else frozenset()
-        return [node for node in self.nodes if _token(node) not in new]
+        return [node for node in self.nodes if token_of(node) not in new]
 
 
 class ClaimRenewal:
@@ -390,8 +389,8 @@ def _looked_at(device: Device) -> tuple[list[_Node], Tokens]:
     entries = [
         (node.host, entry) for node, of in cdi.described(device.container_edits.device_nodes).items() for entry in of
     ]
-    tokens = tokens_by_number({number: host for host, entry in entries if (number := _token(entry))})
-    return [_Node(entry, tokens.get(_token(entry), frozenset())) for _, entry in entries], tokens_now(device)
+    tokens = tokens_by_number({number: host for host, entry in entries if (number := token_of(entry))})
+    return [_Node(entry, tokens.get(token_of(entry), frozenset())) for _, entry in entries], tokens_now(device)
 
 
 def _of_granted(
@@ -417,14 +416,14 @@ def _of_granted(
 
 def _renamed(node: _Entry, before: Sequence[_Entry]) -> bool:
     """Return whether a node is in `before` only at another path."""
-    paths = {entry["path"]: _token(entry) == _token(node) for entry in before}
+    paths = {entry["path"]: token_of(entry) == token_of(node) for entry in before}
     return node["path"] not in paths and any(paths.values())
 
 
 def _replaced(before: Sequence[_Entry], now: _DevicesNow) -> Tokens:
     """Return the numbers of the devices in `before` at paths at which the devices have other numbers now."""
-    at = {node["path"]: _token(node) for node in now.nodes}
-    had = {entry["path"]: _token(entry) for entry in before}
+    at = {node["path"]: token_of(node) for node in now.nodes}
+    had = {entry["path"]: token_of(entry) for entry in before}
     return now.former & {number for path, number in had.items() if at.get(path, number) != number}
 
 
@@ -442,9 +441,11 @@ def with_nodes(spec: str, nodes: Mapping[str, Sequence[_Entry]], held: Tokens, g
         if (now := nodes.get(claim_files.request_of(device["name"]))) is not None:
             edits = device["containerEdits"]
             former = {node["path"]: node for node in edits.get("deviceNodes", ())}
-            paths = {node["path"]: _token(node) for node in now}
-            after = {path: node for path, node in former.items() if path in paths or _token(node) not in gone}
-            kept = {path for path, node in after.items() if _token(node) not in held or _token(node) == paths.get(path)}
+            paths = {node["path"]: token_of(node) for node in now}
+            after = {path: node for path, node in former.items() if path in paths or token_of(node) not in gone}
+            kept = {
+                path for path, node in after.items() if token_of(node) not in held or token_of(node) == paths.get(path)
+            }
             after |= {node["path"]: dict(node) for node in now if node["path"] not in kept}
             edits["deviceNodes"] = list(after.values())
             if not after:
@@ -452,13 +453,6 @@ def with_nodes(spec: str, nodes: Mapping[str, Sequence[_Entry]], held: Tokens, g
     decoded["cdiVersion"] = claim_files.version(decoded["devices"])
     after_all = claim_files.encode(decoded)
     return spec if after_all == before else after_all.decode()
-
-
-def _token(node: _Entry) -> str:
-    """Return the identity token (type and number) of a device node in a CDI spec; "" for a pipe."""
-    kinds: dict[str, NodeKind] = {"c": "char", "b": "block"}
-    kind = kinds.get(node.get("type", ""))
-    return node_token(kind, node["major"], node["minor"]) if kind is not None else ""
 
 
 @functools.lru_cache(maxsize=256)
@@ -472,9 +466,9 @@ def _entries(spec: str) -> Mapping[str, Sequence[_Entry]]:
 
 
 def _numbers(spec: str) -> Tokens:
-    return frozenset(_token(node) for entries in _entries(spec).values() for node in entries) - {""}
+    return frozenset(token_of(node) for entries in _entries(spec).values() for node in entries) - {""}
 
 
 def _requests(spec: str, numbers: Tokens) -> set[str]:
     """Return the requests whose CDI devices have one of these numbers."""
-    return {request for request, entries in _entries(spec).items() if not numbers.isdisjoint(map(_token, entries))}
+    return {request for request, entries in _entries(spec).items() if not numbers.isdisjoint(map(token_of, entries))}

@@ -17,7 +17,7 @@ from dra_bridge.handover.moved import MovedResource, Successor
 from dra_bridge.handover.planner import held_and_expected
 
 _LOG: Final = logging.getLogger(__name__)
-_NOBODY: Final[tuple[Successor | None, Collection[str]]] = (None, ())
+_NO_SUCCESSOR: Final[tuple[Successor | None, Collection[str]]] = (None, ())
 
 
 def shown_unhealthy(
@@ -154,7 +154,7 @@ class MovesToPlugin:
         claims = {name: claim for claim in before.claims.values() for of, name in claim.held if of == mine}
         queries = self._known(before, devices, claims)
         served = [] if forced() else by_ledger
-        _, onward = self._onward(name for name in devices if name not in claims) if served else _NOBODY
+        _, onward = self._onward(name for name in devices if name not in claims) if served else _NO_SUCCESSOR
         withdrawn = {}
         for name in devices:
             if name in claims:
@@ -192,7 +192,7 @@ class MovesToPlugin:
             keeps = () if limits else kept()
         bound = bool(served or limits) and not forced()
         idle = (name for name in withdrawn if name not in allocated)
-        successor, onward = self._onward(idle) if bound else _NOBODY
+        successor, onward = self._onward(idle) if bound else _NO_SUCCESSOR
         for name in withdrawn:
             queries[name].claim, queries[name].device = allocated.get(name, ""), name
             if limits and name not in (*allocated, *onward) and not forced():
@@ -220,7 +220,7 @@ class MovesToPlugin:
     def _onward(self, idle: Iterable[str]) -> tuple[Successor | None, Collection[str]]:
         """Return the moves of the driver that the resource names now, and those of these devices that go on to it."""
         if not self.moved.moving.leaving or (successor := self.moved.side.successor(self.moved.name)) is None:
-            return _NOBODY
+            return _NO_SUCCESSOR
         return successor, successor.takes(frozenset(idle))
 
     @staticmethod

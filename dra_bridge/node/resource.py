@@ -159,7 +159,10 @@ class DriverContext(DriverHost):
 
 @dataclass(frozen=True, slots=True)
 class BridgeNode:
-    """The objects of a node that the runtimes of all DRA drivers use. contexts: of all drivers, by name."""
+    """The objects of a node that the runtimes of all DRA drivers use.
+
+    contexts: for the name of each driver, also of former drivers that still serve claims, the driver's context.
+    """
 
     drivers: DriverNode
     directories: DriverDirectories

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, Final, cast
 
+from deviceplugin import cdi_specs
 from deviceplugin.device import AttributeValue, Version
 from deviceplugin.health import ProbeResult, Verdict
 from deviceplugin.version import installing
@@ -38,7 +39,7 @@ class Places:
     sysfs: str = "/sys"
     proc: str = "/proc"
     dev: str = "/dev"
-    cdi: tuple[str, ...] = ("/etc/cdi", "/var/run/cdi")
+    cdi: tuple[str, ...] = cdi_specs.DIRECTORIES
 
 
 @dataclass(frozen=True, slots=True)
