@@ -303,6 +303,7 @@ def refusal(
     wanted = [use for use in wanted if use.part != 0]
     held = [use for use in (*held, *beside) if use.part != 0]
     others = [use for use in held if use.unit not in units and not own(use)]
+    others.sort(key=lambda use: (use.unit[0] in _NO_HOLDERS, use.unit))  # The same question has the same answer.
     for use in wanted:
         for other in held:
             if use.key == other.key and not same_hardware(use.tokens, other.tokens):
@@ -311,7 +312,7 @@ def refusal(
             if (common := _common(use, other, listed)) and None in (use.part, other.part):
                 return _excluded(use, other, common)
     for use in wanted:
-        for point in use.points:
+        for point in sorted(use.points, key=str):
             of_point = [each for each in others if point in _common(use, each, listed)]
             same = [each for each in wanted if each is use or point in _common(use, each, listed)]
             parts = (*(_part_beside(each, use) for each in of_point), *(each.part or _ONE for each in same))
