@@ -140,7 +140,7 @@ def namespace(node: BlindNode) -> None:
 
 
 def hidepid(node: BlindNode) -> None:
-    """The agent sees no processes of other users, so `cgroup.procs` is empty; in cgroup version 1 containers count."""
+    """The agent sees no other users' processes: `cgroup.procs` is empty; in cgroup v1 a container's cgroup counts."""
     node.real = CgroupTree(node.home / "v1", "v1")
     node.real.create()
     node.looks_at = node.real.root
@@ -197,7 +197,7 @@ def test_cgroups_with_a_plugin_alone(node: BlindNode, situation: Arrange) -> Non
 
 @pytest.mark.parametrize("situation", SITUATIONS)
 def test_cgroups_after_a_restart_of_the_agent(node: BlindNode, situation: Arrange) -> None:
-    """A restarted agent knows from the register whether it has seen the pod's cgroup, and decides as before."""
+    """A restarted agent knows from its saved records whether it has seen the pod's cgroup, and decides as before."""
     before = in_cgroups(node, situation)
     record = before.shown.of({UID})
     after = PodReader(node.root, node.looks_at, believe_checkpoint=False)
@@ -211,7 +211,7 @@ def test_cgroups_after_a_restart_of_the_agent(node: BlindNode, situation: Arrang
 
 @pytest.mark.parametrize("others", [True, False])
 def test_a_pod_that_was_never_seen(node: BlindNode, others: bool) -> None:
-    """A pod whose cgroup was never seen counts as ended if other pods' cgroups are visible, else by its directory."""
+    """A pod with a cgroup never seen has ended if other pods' cgroups are visible, else once its directory is gone."""
     if others:
         node.add(OTHER)
     (node.root / "pods" / UID).mkdir()  # the pod ran for 0.2 s, and its directory is left

@@ -39,7 +39,7 @@ def test_the_kubelets_file_is_read() -> None:
 
 
 def test_a_kubelet_that_never_gave_out_a_device_names_none() -> None:
-    """Slices and maps that Go wrote as null are read as empty."""
+    """In a checkpoint, lists and maps that the kubelet wrote as null are read as empty."""
     assert parse(written.Checkpoint().to_json()) == CheckpointVersion(frozenset(), {})
     assert parse(written.Checkpoint(None, None).to_json()) == CheckpointVersion(frozenset(), {})
 

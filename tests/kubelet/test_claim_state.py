@@ -37,7 +37,7 @@ def test_the_kubelets_file_is_read(tmp_path: Path) -> None:
             "c1",
             frozenset({"p1", "p2"}),
             {
-                "a.example.com": frozenset(),  # the driver was asked to prepare it, and has not answered
+                "a.example.com": frozenset(),  # this driver was asked to prepare the claim, and has not answered
                 "gpu.example.com": frozenset({("n", "gpu-0", ""), ("n", "gpu-1", "s-1")}),
             },
             {"a.example.com": frozenset(), "gpu.example.com": frozenset({'example.com/gpu=a<&>é"\\', "x=y"})},

@@ -35,11 +35,11 @@ def cgroup(name: str, made: float) -> ContainerCgroup:
         ([link("c", FIRST, 3)], [], True),
         ([link("c", FIRST[:20], 3)], [cgroup(SANDBOX, 1), cgroup(FIRST, 2)], False),
         ([link("c", FIRST, 3), link("other", SECOND, 3)], [cgroup(SANDBOX, 1), cgroup(SECOND, 4)], True),
-        # A container that starts now has no link yet.
+        # A container that starts now has no log link yet.
         ([link("c", FIRST, 3)], [cgroup(SANDBOX, 1), cgroup(SECOND, 5)], False),
         ([link("c", FIRST, 3), link("c", SECOND, 6)], [cgroup(SANDBOX, 1), cgroup(SECOND, 5)], False),
         ([link("c", FIRST, 3), link("c", SECOND, 6)], [cgroup(SANDBOX, 1)], True),
-        # The sandbox was made again: a cgroup newer than the container's link may be the container.
+        # The sandbox was made again: a cgroup newer than the container's log link may be that container's.
         ([link("c", FIRST, 3)], [cgroup(SANDBOX, 4)], False),
     ],
 )
@@ -121,7 +121,7 @@ def test_a_container_has_restarted_when_the_kubelet_begins_to_start_it_again(
 
 
 def test_a_container_that_has_ended_need_not_restart(begun: Path, logs: Path, tmp_path: Path) -> None:
-    """A container without processes counts as ended if a log link, a later start or time shows its last start over."""
+    """A container without processes has ended if its log link, another container's later start or time shows it."""
     tree = CgroupTree(tmp_path / "cgroup", "v2")
     tree.create()
     tree.add_pod(UID)

@@ -161,7 +161,7 @@ def test_a_socket_counts_when_no_other_resource_explains_it() -> None:
     ("name", "registered", "known"),
     [
         ("theirs.sock", "theirs.sock", True),
-        ("nvidiaGPU-1769000000.sock", "nvidiaGPU-1768000000.sock", True),  # GKE's has its start time
+        ("nvidiaGPU-1769000000.sock", "nvidiaGPU-1768000000.sock", True),  # GKE's plugin adds its start time
         ("theirs.sock", "", False),  # no plugin has registered with the agent
         ("theirs.sock", "others.sock", False),
         ("kubevirt-vfio1.sock", "kubevirt-vfio0.sock", False),
@@ -485,7 +485,7 @@ def test_a_device_with_two_holders_is_told_whatever_its_ids(kubelet: FakeKubelet
         plugin.register()
         pod = kubelet.run_pod("theirs", {R: 1})
         assert plugin.allocations == [list(pod.device_ids)] != [[held]]
-        kubelet.wait_until(lambda: foreign(agent) == 1)  # known by the allocation, as the plugin has sent no list
+        kubelet.wait_until(lambda: foreign(agent) == 1)  # seen by the allocation: that plugin has sent no list
         kubelet.wait_until(lambda: agent.agent.status().resources[0].held_twice == {held})
         gate.set()
         plugin.stop()

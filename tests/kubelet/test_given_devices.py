@@ -111,7 +111,7 @@ def test_a_changed_spec_is_read_again(tmp_path: Path) -> None:
     "text", ["", "{", "[]", "{}", '{"kind": "a/b", "devices": [1]}', '{"kind": "a/b", "devices": [{"name": "x"}, 7]}']
 )
 def test_a_damaged_spec_hides_no_other(tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture) -> None:
-    """A file that is no CDI spec is named in the log; the other specs of its directory count."""
+    """A file that is no CDI spec is named in the log; the other specs in its directory are read."""
     (tmp_path / "a.json").write_text(text)
     (tmp_path / "b.json").write_text(spec({"name": "a", **node(path="/dev/tty")}))
     assert cdi_specs.nodes_of([f"{KIND}=a"], [str(tmp_path)]) == {TTY}

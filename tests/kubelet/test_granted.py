@@ -62,7 +62,7 @@ def kept(response: pb.ContainerAllocateResponse) -> str:
 
 
 def test_an_answer_tells_what_each_device_was() -> None:
-    """From an AllocateResponse the agent reads each id's device, its tokens and amount, also if it has no tokens."""
+    """From an AllocateResponse the agent reads each id's device, with its amount and its identity if it has one."""
     response = pb.ContainerAllocateResponse(annotations={"other": "x"})
     annotate(response, R, {"a": A, "b::1": B, "c": C}, BOOT, SINCE)
     assert [granted(kept(response), R, name, BOOT) for name in ("a", "b::1", "c")] == [A, B, C]
@@ -102,7 +102,7 @@ def test_without_an_annotation_of_this_boot_the_nodes_tell(value: str | None) ->
 
 
 def test_without_an_annotation_cdi_devices_and_uuids_identify(tmp_path: Path) -> None:
-    """In another plugin's response, CDI devices and UUIDs give the tokens; without the CDI spec only UUIDs do."""
+    """In another plugin's response, CDI devices and UUIDs identify a device; without the CDI spec only UUIDs do."""
     spec = tmp_path / "vendor.json"
     node = {"path": "/dev/x", "type": "c", "major": 240, "minor": 7}
     spec.write_text(

@@ -141,7 +141,7 @@ MISSING = HolderEvidence((), False, ENDED, "kubelet_internal_checkpoint: No such
             seen(current=False, problem="not written since"),
             HoldReason(False, False, "not known: not written since"),
         ),
-        # Running processes are reason enough: the reason is the same whether a newer checkpoint was requested or not.
+        # The pod's processes run: this is the reason, whether a newer checkpoint was requested or not.
         (
             [A],
             seen(current=False, pods=RUNS, problem="not written since"),
@@ -218,7 +218,7 @@ def test_an_allocation_that_one_of_the_checkpoints_names_is_held() -> None:
 
 @given(st.dictionaries(st.sampled_from("abcd"), st.frozensets(st.sampled_from("abcd"))), st.booleans())
 def test_more_checkpoints_than_may_be_late_show_the_present(streams: dict[str, frozenset[str]], status: bool) -> None:
-    """Enough checkpoints show the present: at most one for each resource and one for the node's status can be late."""
+    """Checkpoints are current if they are more than can be late, which is one per resource and one for the status."""
     late = [
         CheckpointVersion(frozenset(), dict.fromkeys(others | {name}, frozenset())) for name, others in streams.items()
     ]

@@ -1,4 +1,4 @@
-"""How a scan's result is made into the snapshot of holders that the register takes for one resource."""
+"""How a scan's result becomes a snapshot of one resource's holders for the register (the agent's record of them)."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_all_holders_of_an_id_are_returned() -> None:
 
 
 def test_what_the_answer_to_allocate_said_is_returned() -> None:
-    """Identity and amount are those of the response to the shown holder's Allocate; without it they are unknown."""
+    """A device's identity and amount come from the response to its holder's Allocate; without it they are unknown."""
     answers = {"a": Wanted((R, "device-a"), seen_as("1", "n1"), HALF)}
     now = scanned(Allocation("u1", "main", R, "a"), Allocation("u2", "main", R, "b"))
     held = kubelet_snapshot(1, now, R, str, lambda one: answers.get(one.device_id)).held

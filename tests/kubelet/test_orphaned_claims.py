@@ -154,7 +154,7 @@ def test_administrative_access_holds_nothing(tmp_path: Path) -> None:
 
 
 def test_a_renamed_device_is_known_by_what_it_is(tmp_path: Path) -> None:
-    """A claim holds the nodes and UUIDs in its file, if they are of this boot, and in any case the devices by name."""
+    """A claim holds the devices that its file names and, if the file is of this boot, the file's nodes and UUIDs."""
     file(tmp_path, ClaimDevice(R, "a", identity=seen_as("b", "char:240:0", "uuid:1")), uid="uid-1")
     file(
         tmp_path,
@@ -354,7 +354,7 @@ def test_each_change_of_a_claims_file_is_noticed(tmp_path: Path) -> None:
 
 
 def register(claims: OrphanedClaims) -> Register:
-    """Return a register that knows no holders except these claims."""
+    """Return a register (the agent's records of holders) that has no holders except these claims."""
 
     class Host(RegisterHost):
         def foreign_uses(self) -> tuple[Use, ...]:

@@ -35,7 +35,7 @@ from deviceplugin.wire.podresources_pb2_grpc import (
 
 
 def test_list_names_pods_and_the_use_of_claims() -> None:
-    """The report has each pod, and each device that a container uses through a claim, with the container."""
+    """The parsed `List` has each pod, and each device that a container uses through a claim, with the container."""
     used = pb.DynamicResource(
         claim_name="c",
         claim_resources=[pb.ClaimResource(driver_name="d", pool_name="p", device_name=one) for one in ("a", "b")],
@@ -71,7 +71,7 @@ async def test_list_waits_for_allocations_in_flight() -> None:
 
 
 async def test_other_work_lets_allocations_in_flight_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other work waits, for a limited time, until no Allocate is in flight and none has followed for a moment."""
+    """`pause` waits, for a limited time, until no Allocate is in flight and none has followed for a moment."""
     in_flight = AllocationsInFlight()
     await in_flight.pause()
     monkeypatch.setattr(AllocationsInFlight, "LONGEST_PAUSE", 60.0)

@@ -201,7 +201,7 @@ async def test_a_list_that_is_sent_while_the_checkpoint_is_read_is_no_other_plug
     assert host.said == ""
 
 
-# Which step follows from what is seen.
+# The next step of a registration, by the observed situation.
 
 
 def seen(
@@ -413,7 +413,7 @@ def test_directory_that_is_made_anew_is_served_in(fake_kubelet: FakeKubelet, ser
     """If the device plugin directory is removed and created again, the resource is registered again."""
     served(source())
     fake_kubelet.stop()
-    while fake_kubelet.device_plugin_dir.exists():  # the agent may create its socket in it meanwhile
+    while fake_kubelet.device_plugin_dir.exists():  # the agent may create its socket there meanwhile
         shutil.rmtree(fake_kubelet.device_plugin_dir, ignore_errors=True)
     fake_kubelet.start()
     again = fake_kubelet.wait_registered(R, 2)
@@ -559,7 +559,7 @@ def test_many_resources_register_one_after_another(fake_kubelet: FakeKubelet, se
     names = [f"example.com/r{number}" for number in range(8)]
     fake_kubelet.register_delay = 0.01
     served(*(source(1, name) for name in names))
-    fake_kubelet.wait_until(lambda: len(fake_kubelet.registrations) == 8)  # noted when the kubelet has answered
+    fake_kubelet.wait_until(lambda: len(fake_kubelet.registrations) == 8)  # a call is noted once it is answered
     calls = sorted((r.at, r.answered) for r in fake_kubelet.registrations)
     for (_, answered), (at, _) in itertools.pairwise(calls):
         assert at >= answered - 0.005
@@ -640,7 +640,7 @@ def test_foreign_sockets_are_never_touched(fake_kubelet: FakeKubelet, served: Se
         own.replace("-00000000", "-0000"): False,
         own.replace("-00000000", "-notahexa"): False,
         socket_name(R + "x", str(directory), "0" * 8): False,
-        own.replace("00000000", "11111111"): True,  # a process listens on it
+        own.replace("00000000", "11111111"): True,  # a process listens on this socket
         own: False,
     }
     with contextlib.ExitStack() as stack:

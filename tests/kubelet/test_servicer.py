@@ -131,7 +131,7 @@ class Served(RegisterHost, EndpointHost):
         self.store = Granting()
         self.unknown: dict[str, str] = {}
         self.files: tuple[Use, ...] = ()
-        """What claims of other drivers hold, as their files say; the register sees it after `reread`."""
+        """What other drivers' claims hold, by the claims' files; the register of holders sees it after `reread`."""
         self.foreign: tuple[Use, ...] = ()
         self.services = {R: cast("ResourceDevices", self)}
         self.register = Register(self, self.store)
@@ -158,7 +158,7 @@ class Served(RegisterHost, EndpointHost):
         return self.foreign
 
     async def reread(self, *, checkpoint: bool = True) -> None:
-        """Let the register see what the files of other drivers say."""
+        """Let the register of holders see what the files of other drivers' claims say."""
         self.foreign = self.files
 
     def draining(self) -> Collection[str]:
@@ -689,7 +689,7 @@ class Known:
 async def test_what_may_have_a_holder_is_not_given_out(
     serve: Serve, code: grpc.StatusCode, text: str, reason: str
 ) -> None:
-    """The whole Allocate is refused if one of its devices is on the DRA side, still held, or has an unknown holder."""
+    """The whole Allocate is refused if one of its devices is for claims, still held, or has an unknown holder."""
     known = Known(runs={"b": "processes of pod default/p run"} if reason == "held" else {})
     served = await serve(Source(), "a", "b", holders=known)
     if reason == "side":
@@ -831,7 +831,7 @@ async def test_processes_are_looked_for_after_the_last_hook(serve: Serve) -> Non
 
     class Slow(Source):
         def released(self, devices: Sequence[Device]) -> None:
-            """Makes the source have this hook; the test replaces the call of the hook by `release_former`."""
+            """Exists so that the source has this hook; the test's `release_former` is called in its place."""
 
         def edits(self, devices: Sequence[Device]) -> ContainerEdits:
             known.runs = {"a": "processes of pod default/p run"}
@@ -990,7 +990,7 @@ _names = st.lists(st.sampled_from(["a::0", "a::1", "b::0", "b::1", "a", "x::7"])
 
 @given(_names, _names, st.lists(st.sampled_from(["a", "b", "a::1", "x", ""]), max_size=4))
 def test_translated_wish_fits(available: list[str], must_include: list[str], wish: list[str]) -> None:
-    """A preference of `prefer` gives available ids without duplicates, with those that must be included, or None."""
+    """What `prefer` returns is translated to distinct available ids, the required ids included, or to None."""
     chosen = as_names(wish, available, must_include, partial(device_of, replicas=2))
     if chosen is not None:
         assert len(set(chosen)) == len(chosen)
@@ -1165,7 +1165,7 @@ async def test_ids_from_before_a_change_of_replicas_are_not_dropped(
             with refused(grpc.StatusCode.INVALID_ARGUMENT, f"there is no device {name}"):
                 await served.allocate(name)
             await served.stub.PreStartContainer(pb.PreStartContainerRequest(devices_ids=[name]))
-        assert other.resets == ["a"] * len(gone)  # called for the pods that still hold the former ids
+        assert other.resets == ["a"] * len(gone)  # `reset` was called for pods that still hold the former ids
         served.forget_allocations()
         served.endpoint.ids.forget(gone | stay)
         served.endpoint.refresh()

@@ -199,7 +199,7 @@ async def test_what_another_agents_copy_names_is_held_while_its_pod_runs(tracked
 
 
 async def test_what_the_register_forgets_between_two_scans_is_held_at_once(tracked: TrackedKubelet) -> None:
-    """If the register loses the record of a pod's device, the device counts as held at once, without a scan."""
+    """If the agent's register loses the record of a pod's device, the device counts as held at once, without a scan."""
     pod = await tracked.run_pod()
     other = "example.com/other"
     one = Allocation(pod.uid, "main", other, "d0")
@@ -326,7 +326,7 @@ async def test_a_checkpoint_that_cannot_be_read(tracked: TrackedKubelet, damage:
 
 
 async def test_a_holder_is_known_at_the_next_grant_before_any_scan(tracked: TrackedKubelet) -> None:
-    """If a pod is deleted by force before any scan, the next Allocate finds it in the checkpoint, so it still holds."""
+    """A pod is deleted by force before any scan: an Allocate finds it in the checkpoint; its device stays held."""
     pod = await tracked.run_pod()
     assert not tracked.tracker.snapshot.held
     await asyncio.to_thread(pod.force_delete, hang=True)

@@ -271,7 +271,7 @@ def test_released_between_two_pods_that_follow_each_other(fake_kubelet: FakeKube
         pod = fake_kubelet.run_pod(f"p{count}", containers=containers, init_containers={"init": {R: 1}})
         assert pod.running
         assert len(fake_kubelet.rpcs("Allocate", R)) == 1 + 2 * count
-        assert devices.released_ids == ["sim-0"] * (1 + count)  # also before the first grant
+        assert devices.released_ids == ["sim-0"] * (1 + count)  # `released` is also called before the first grant
     named(agent, pod)
     assert devices.released_ids == ["sim-0"] * 3
 
@@ -668,7 +668,7 @@ class Taking(process_module.Program):
 
 
 async def test_a_profile_of_a_resource_is_not_served_by_mixed(tmp_path: Path) -> None:
-    """A reload that gives a MIG profile a resource, or takes it away, also changes the resource with mig: mixed."""
+    """A reload that adds or removes the resource of one MIG profile also changes the resource with `mig: mixed`."""
     mixed = "resources:\n- {name: example.com/a, devices: [{nvidia: {mig: mixed}}]}\n"
     one = "- {name: example.com/small, devices: [{nvidia: {profile: 1g.10gb}}]}\n"
     config, taken = tmp_path / "config.yaml", list[tuple[str, ...]]()
@@ -743,7 +743,7 @@ async def test_a_start_with_a_broken_file_serves_the_last_good_one(
 
 
 def test_a_kept_file_that_is_not_allowed_is_not_served(config: Path) -> None:
-    """The saved file may use only what this start allows; else the error is that of the config file itself."""
+    """The saved config is served only if this start allows all that it uses; else the config file's error is raised."""
     kept = config.with_name("kept.yaml")
     config.write_text("resources: [}")
     kept.write_text(
@@ -754,7 +754,7 @@ def test_a_kept_file_that_is_not_allowed_is_not_served(config: Path) -> None:
 
 
 def test_a_file_that_cannot_be_kept_is_warned_of(config: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A config that cannot be saved, here because of a directory in its place, costs one warning."""
+    """If a config cannot be saved, here because a directory has the file's name, there is one warning."""
     kept = config.with_name("kept.yaml")
     kept.mkdir()
     asyncio.run(process_module.ConfigFile.read(config, OPEN, kept).keep())
@@ -764,7 +764,7 @@ def test_a_file_that_cannot_be_kept_is_warned_of(config: Path, caplog: pytest.Lo
 async def test_a_file_that_is_refused_is_known_until_it_is_mended(
     config: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A refused file is named in the agent's status and in the log, on one line; a valid file clears the status."""
+    """A refused config file is named in the agent's status and in one log line; a valid file clears the status."""
     first = process_module.ConfigFile.read(config, OPEN)
     taken: list[Config] = []
 
@@ -785,7 +785,7 @@ async def test_a_file_that_is_refused_is_known_until_it_is_mended(
 
 @pytest.mark.parametrize("kind", ["pipe", "socket", "device"])
 async def test_a_pipe_in_the_place_of_the_file_is_refused(config: Path, tmp_path: Path, kind: str) -> None:
-    """A pipe, socket or device in place of the file is refused unopened; the last config is served meanwhile."""
+    """A pipe, socket or device in place of the config file is refused unopened; the last config is served meanwhile."""
     file, taken = process_module.ConfigFile.read(config, OPEN), list[Config]()
     program = Taking(taken.append, agent := Agent([source()], Paths(tmp_path)))
     following = asyncio.create_task(process_module.follow_config(program, file, asyncio.Event()))
@@ -797,7 +797,7 @@ async def test_a_pipe_in_the_place_of_the_file_is_refused(config: Path, tmp_path
             config.symlink_to("/dev/null")
         else:
             os.mkfifo(config)
-            stack.callback(lambda: os.close(os.open(tmp_path / "opened", os.O_RDWR)))  # It ends an `open` that waits.
+            stack.callback(lambda: os.close(os.open(tmp_path / "opened", os.O_RDWR)))  # A waiting `open` then ends.
             os.link(config, tmp_path / "opened")
         why = f"{config}: is a {kind}, which an agent cannot read again; write the config into a regular file"
         await until(lambda: agent.config_error == f"the config file is refused, nothing is changed: {why}")
@@ -811,7 +811,7 @@ async def test_a_pipe_in_the_place_of_the_file_is_refused(config: Path, tmp_path
 
 
 async def test_a_file_that_takes_long_to_read_is_taken(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file that takes longer than `LONG` to read is reported as late, and is applied in the end."""
+    """A config file that takes longer than `LONG` to read is reported as late, and is applied in the end."""
     first = process_module.ConfigFile.read(config, OPEN)
     config.write_text(text(a=2))
     go, late, taken = threading.Event(), asyncio.Event(), list[Config]()
@@ -1187,7 +1187,7 @@ def test_file_that_changes_is_taken(processes: Processes) -> None:
     processes.wait(b=2, c=3)
     wait(lambda: agent.said("was read again: new example.com/c; changed example.com/b\n"))
     config.write_text("resources:\n  - {name: nonsense}\n")
-    wait(lambda: agent.said(f"nothing is changed: {config}:2"))  # the file may be seen empty before
+    wait(lambda: agent.said(f"nothing is changed: {config}:2"))  # the agent may first find the file empty
     config.write_text(text(a=1))
     kubelet.wait_until(lambda: kubelet.streams("example.com/c") == 0)
     assert [one.resource for one in kubelet.registrations].count("example.com/a") == 1

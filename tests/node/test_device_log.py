@@ -55,7 +55,7 @@ def test_a_devices_life_is_in_the_log(inventory: Inventory, caplog: pytest.LogCa
 
 
 def test_the_holder_of_a_broken_device_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    """A device that fails or vanishes while a pod holds it is a warning with the pod, whatever else changes."""
+    """If a device that a pod holds fails or vanishes, a warning names the pod, even if many other devices change."""
     caplog.set_level(logging.INFO)
     made = Inventory(R)
     made.subscribe(InventoryLog(R, lambda device: "pod team/train" if device == "z" else ""))
@@ -81,7 +81,7 @@ def test_many_changes_at_once_are_few_lines(inventory: Inventory, caplog: pytest
 
 
 def test_allocations_are_counted_by_pod(caplog: pytest.LogCaptureFixture) -> None:
-    """For each pod, the number of its devices is logged at INFO and their ids at DEBUG; unchanged ones only once."""
+    """A change of a pod's devices is logged once: their number at INFO, their ids at DEBUG."""
     log = HolderLog({"u1": "team/train"}.__getitem__)
     held = [Allocation("u1", "main", R, one) for one in ("a", "b")]
     with caplog.at_level(logging.INFO):

@@ -90,7 +90,7 @@ class PluginScenarios:
 
     @staticmethod
     def held(pod: Pod, paths: Sequence[Path]) -> Path:
-        """Return the only path of these that a pod has."""
+        """Return the one of these paths that the pod's container has; fail unless it has just one."""
         (path,) = [path for path in paths if pod.has(path)]
         return path
 

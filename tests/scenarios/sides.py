@@ -323,7 +323,8 @@ class SidesScenarios:
         if api != "up":
             scene.observe(30 if api == "minute" else 3)
             scene.start_api_server()
-        # A device whose holder the kubelet's checkpoint does not name must not become free with time.
+        # A held device must not become free only because time passes, even if the kubelet's checkpoint lacks its
+        # holder.
         scene.observe(18 if how == "checkpoint" and LONG else 5)
         # A kubelet without its checkpoint admits running pods again. Pods whose devices move to DRA then fail.
         if failed := [pod.uid for pod in pods if not scene.runs(pod.uid)]:

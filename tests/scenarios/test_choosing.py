@@ -62,7 +62,7 @@ def test_without_links_numa_nodes_decide(fake_kubelet: FakeKubelet, served: Serv
 def test_replicas_are_chosen_by_policy(
     fake_kubelet: FakeKubelet, served: Serve, policy: str, devices: int, linked: bool
 ) -> None:
-    """Four replicas of a pod are of four devices with `links` and `distributed`, of one with `packed` and `none`."""
+    """With `links` and `distributed` a pod's four replicas belong to four devices, with `packed` and `none` to one."""
     served(Boards(policy, 4, linked=linked))
     chosen = given(fake_kubelet, 4)
     assert len({name.partition("::")[0] for name in chosen}) == devices

@@ -119,7 +119,7 @@ def test_after_a_reboot_a_device_is_what_it_is_listed_as(fake_kubelet: FakeKubel
 
 
 def test_after_a_reboot_the_devices_of_one_container_are_told_apart(fake_kubelet: FakeKubelet) -> None:
-    """After a reboot, the device list says which device each of a container's nodes is; the response does not."""
+    """After a reboot, the device list says which device each node of a container is; the AllocateResponse does not."""
     nodes = {"a": "/dev/tty", "b": "/dev/ptmx"}
     devices = [Device(name, nodes=[node]) for name, node in nodes.items()]
     with another_boot(), serve(Listed(A, *devices), fake_kubelet, period=0.05):
