@@ -385,7 +385,7 @@ class Bridge:
         return [result["device"] for result in results]
 
     def pod(self, name: str, claims: Mapping[str, Any], **more: Any) -> ClaimPod:
-        """Start a pod with claims. claims: by the pod's name for a claim, the claim's name or its template."""
+        """Start a pod with claims. claims: for each name in `resourceClaims`, a claim or a template."""
         return ClaimPod(self.cluster, self.cluster.start_pod(name, claims=claims, **more).object)
 
     def wait_event(self, pod: Pod, words: str, timeout: float = 30.0) -> str:

@@ -199,7 +199,7 @@ def built(name: str, programs: Sequence[str], make: Callable[[Path, Path], None]
             return final / "bin"
         if shutil.which("go") is None:
             raise BuildError(f"{name} has to be built and there is no go in PATH: install Go 1.24 or newer")
-        for stale in cache.glob(f".{name}-*"):  # left by killed builds: the lock excludes running builds
+        for stale in cache.glob(f".{name}-*"):  # directories of killed builds: the lock excludes running builds
             shutil.rmtree(stale, ignore_errors=True)
         staging = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=cache))
         started = time.monotonic()
@@ -219,7 +219,7 @@ def built(name: str, programs: Sequence[str], make: Callable[[Path, Path], None]
 
 
 SAMPLE_PLUGIN = "sample-device-plugin"
-"""Kubernetes' device plugin for its e2e tests, which tests adopt; it is built only on request by this name."""
+"""Kubernetes' device plugin for its e2e tests, which the agent adopts in a test; it is built only on request."""
 
 
 def sample_plugin() -> Path:

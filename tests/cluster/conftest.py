@@ -171,7 +171,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print a table of the scenarios about holders of devices: holders, devices with two holders, seconds of moves."""
+    """Print a table of scenarios: the numbers of holders, of devices with two holders, and the seconds of moves."""
     reports = [report for reports in terminalreporter.stats.values() for report in reports]
     found = [
         json.loads(str(value))

@@ -1,6 +1,7 @@
 """Simulates an agent of an older version, which wrote its report as an annotation of its slice, not in a Lease.
 
-The older version kept a slice without devices for the report. It ignored a rollout's request for a pool.
+The older version kept a slice without devices for the report. It ignored a rollout's request (an annotation of the
+Node) for a pool without devices.
 """
 
 from __future__ import annotations

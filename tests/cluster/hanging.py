@@ -23,7 +23,7 @@ from typing import Any, Final, Self
 ROOT: Final = 1
 _HEADER: Final = struct.Struct("<IIQQIIIHH")
 _ATTRIBUTES: Final = struct.Struct("<6Q10I")
-_UNANSWERED: Final = (2, 36, 42)  # FORGET, INTERRUPT, BATCH_FORGET
+_UNANSWERED: Final = (2, 36, 42)  # requests without a response: FORGET, INTERRUPT, BATCH_FORGET
 _MODE, _SIZE, _HANDLE = 1, 8, 1
 
 

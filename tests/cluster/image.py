@@ -24,7 +24,7 @@ from tests.cluster import build
 
 IMAGE = "localhost/busybox:1"
 AGENTS = ("localhost/deviceplugin:1", "localhost/deviceplugin:2")
-"""Two names of the agent's image, so that tests can update a DaemonSet to another name."""
+"""Two names of the agent's image, so that tests can update a DaemonSet from one to the other."""
 
 _ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 _LAYER = "application/vnd.oci.image.layer.v1.tar"

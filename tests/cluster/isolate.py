@@ -79,7 +79,8 @@ SETTINGS = (
 )
 
 BOOT_ID = STATE / "etc" / "kernel.random.boot_id"
-"""The file mounted over /proc/sys/kernel/random/boot_id outside of containers; for a reboot, tests write a new id."""
+"""The file mounted over /proc/sys/kernel/random/boot_id outside of containers; tests write a new id into it to simulate
+a reboot."""
 
 _PREFIX = "deviceplugin-cluster-"
 _ENVIRONMENT = "DEVICEPLUGIN_CLUSTER_RUN"
@@ -122,7 +123,7 @@ def _make_cgroup(name: str) -> None:
                 with contextlib.suppress(OSError):
                     (hierarchy / "cgroup.subtree_control").write_text(f"+{controller}")
         (hierarchy / name).mkdir()
-        for setting in ("cpuset.mems", "cpuset.cpus"):  # while they are empty, a cpuset of v1 accepts no process
+        for setting in ("cpuset.mems", "cpuset.cpus"):  # if these files are empty, a v1 cpuset accepts no process
             if (hierarchy / setting).exists() and (hierarchy / name / setting).exists():
                 with contextlib.suppress(OSError):
                     (hierarchy / name / setting).write_text((hierarchy / setting).read_text())
@@ -297,7 +298,7 @@ def _first_process(control: int, command: Sequence[str]) -> None:
 
     ``control`` is a pipe from the outer process. Each byte is the number of a signal for the command.
     """
-    for number in (signal.SIGINT, signal.SIGQUIT):  # the terminal sends these to the command as well
+    for number in (signal.SIGINT, signal.SIGQUIT):  # the terminal sends these signals to the command as well
         signal.signal(number, signal.SIG_IGN)
     started = threading.Event()
     child: list[int] = []
@@ -364,11 +365,11 @@ def run(command: Sequence[str]) -> int:
             signal.setitimer(signal.ITIMER_REAL, _GRACE)
 
     def too_late(_number: int, _frame: FrameType | None) -> None:
-        os.close(control_in)  # ends the first process, and with it all processes of the namespace
+        os.close(control_in)  # the closed pipe ends the first process, and so all processes of the namespace
 
     handlers = {number: signal.signal(number, forward) for number in (signal.SIGTERM, signal.SIGHUP)}
     handlers[signal.SIGALRM] = signal.signal(signal.SIGALRM, too_late)
-    for number in (signal.SIGINT, signal.SIGQUIT):  # the terminal sends these to the command itself
+    for number in (signal.SIGINT, signal.SIGQUIT):  # the terminal sends these signals to the command itself
         handlers[number] = signal.signal(number, signal.SIG_IGN)
     try:
         status = subprocess.Popen(

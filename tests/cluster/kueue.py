@@ -101,7 +101,7 @@ class Kueue:
             "webhook": {"port": WEBHOOKS, "certDir": "/etc/kueue/metrics/certs"},
             "leaderElection": {"leaderElect": False},
             "integrations": {"frameworks": ["batch/job"]},
-            "featureGates": {"VisibilityOnDemand": False},  # an aggregated API, which needs another certificate
+            "featureGates": {"VisibilityOnDemand": False},  # this aggregated API needs another certificate
         }
         file.write_text(yaml.safe_dump({**configuration, **own}))
         run = [str(self._program), f"--config={file}", f"--kubeconfig={self.cluster.kubeconfig}"]

@@ -196,7 +196,7 @@ def container(
 def pod(
     name: str, *main: Object, claims: Mapping[str, Object] | None = None, namespace: str = "default", **spec: Any
 ) -> Object:
-    """Return a pod's manifest. claims: by the pod's name for a claim, the name of the claim or of its template."""
+    """Return a pod's manifest. claims: for each name in `resourceClaims`, a claim or a template."""
     entries = [{"name": claim, **source} for claim, source in (claims or {}).items()]
     return {
         "apiVersion": "v1",

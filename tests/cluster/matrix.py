@@ -99,7 +99,7 @@ def outcomes(version: str, report: Path) -> dict[str, dict[str, Seen]]:
     Entries of pytest itself, such as an interruption, have the module "".
     """
     found: dict[str, dict[str, Seen]] = {}
-    for suite in ET.parse(report).getroot().iter("testsuite"):  # pytest wrote it
+    for suite in ET.parse(report).getroot().iter("testsuite"):  # the report is pytest's, so it is trusted
         date = suite.get("timestamp", "").partition("T")[0]
         for case in suite.iter("testcase"):
             module = next((part for part in case.get("classname", "").split(".") if part.startswith("test_")), "")
@@ -115,7 +115,7 @@ def outcomes(version: str, report: Path) -> dict[str, dict[str, Seen]]:
             tests, name = found.setdefault(module, {}), case.get("name", "")
             if module == HOLDERS and seen.word == "no":
                 continue
-            if name not in tests or tests[name].word != "FAILED":  # a failed test may have an entry of its teardown
+            if name not in tests or tests[name].word != "FAILED":  # a failed test may have a second entry
                 tests[name] = seen
     return found
 

@@ -141,7 +141,7 @@ class Component:
         if self.running:
             raise ClusterError(f"{self.name} runs already")
         environment = {key: value for key, value in os.environ.items() if not key.startswith(("KUBE", "CONTAINERD"))}
-        environment.setdefault("GOGC", "400")  # the API server uses a fifth less of a core, and some 200 MB more memory
+        environment.setdefault("GOGC", "400")  # kube-apiserver needs 20 % less CPU and 200 MB more memory
         if self.path:
             environment["PATH"] = f"{self.path}:{environment.get('PATH', '/usr/sbin:/usr/bin:/sbin:/bin')}"
         with open(self.log, "ab") as log:
@@ -1011,7 +1011,7 @@ class Pod:
             return status["phase"] == "Running" and all("running" in entry["state"] for entry in containers)
 
         self._wait(running, timeout, "runs")
-        self.container_id()  # keeps the id, so that `exec` works while the API server is away
+        self.container_id()  # the pod keeps this id, so that `exec` works without an API server
         return self
 
     def wait_phase(self, *phases: str, timeout: float = 30.0) -> str:

@@ -55,7 +55,7 @@ from dra_bridge.node import driver_runtime, resource
 driver_runtime.BYPASSED = resource.BYPASSED = 20.0
 sys.exit(main())
 """
-"""`dra-bridge` for which a plugin's bypass of the agent is over 20 s, not 60 s, after the last sign of the bypass."""
+"""`dra-bridge` which considers a plugin's bypass of the agent over after 20 s without a sign of it, not 60 s."""
 
 
 def command(bridge: Bridge) -> list[str]:
@@ -700,7 +700,7 @@ def test_adoption_while_pods_hold_devices(scene: Scene) -> None:
     cluster.wait_allocatable(named("a"), 0)
     vendor.directory = None
     vendor.start()
-    scene.stack.callback(vendor.stop)  # before the agent's teardown, which waits until nothing is allocatable
+    scene.stack.callback(vendor.stop)  # the plugin must end first: the agent's end waits until nothing is allocatable
     cluster.wait_allocatable(named("a"), 4)
     after = [scene.pod(f"after-{number}", "a") for number in range(3)]
     scene.running(pods[1], *after)

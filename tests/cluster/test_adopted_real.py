@@ -147,7 +147,7 @@ def test_the_sample_plugin_of_kubernetes(scene: Scene, how: str) -> None:
     """
     cluster = scene.cluster
     resource = "example.com/resource"
-    agent = Adopter(scene, "a")  # its config does not name the resource, whose plugin is adopted all the same
+    agent = Adopter(scene, "a")  # the agent's config does not name the resource, but its plugin is adopted
     agent.start()
     registry, environment = DIRECTORY / "plugins_registry", dict(os.environ)
     directory, mounts = DIRECTORY, []

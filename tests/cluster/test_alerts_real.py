@@ -91,7 +91,7 @@ def test_alerts_fire_for_what_happened(bridge: Bridge, prometheus: Prometheus) -
     )
     alerts = {rule["name"] for rule in group["rules"] if rule["type"] == "alerting"}
     assert alerts == {rule["alert"] for rule in rules()}
-    quiet = {("DeviceDriverError", "gpu-3"), ("DeviceDriverError", "card-3")}  # from the script's XID, until it is old
+    quiet = {("DeviceDriverError", "gpu-3"), ("DeviceDriverError", "card-3")}  # alerts for the script's recent XID
     cluster.wait_for(lambda: prometheus.firing() <= quiet, 60, "all is well")
 
     assert bridge.script is not None

@@ -24,7 +24,7 @@ ADDRESS = "127.0.0.1:9478"
 
 @pytest.fixture
 def cluster(make_cluster: Callable[..., Cluster]) -> Cluster:
-    make_cluster()  # creates the cgroup tree
+    make_cluster()  # a kubelet with default options creates the cgroup tree
     return make_cluster(kubelet_config={"cgroupsPerQOS": False})
 
 

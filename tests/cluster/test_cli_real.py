@@ -325,7 +325,7 @@ def test_a_migration_outlasts_the_node_object(bridge: Bridge, ran: Callable[...,
     status, out = ran(*move, "2")
     assert status == 0, out
     cluster.wait_allocatable(RESOURCE, 2)
-    annotate(cluster, {SHARE: None})  # the Node is the same, so that the config file's share applies
+    annotate(cluster, {SHARE: None})  # the Node was not recreated after `migrate`, so the config file's share applies
     cluster.wait_allocatable(RESOURCE, COUNT)
 
 

@@ -146,7 +146,7 @@ class Deployed(Bridge):
     def uninstall(self) -> None:
         """Delete the DaemonSet; wait until its pods are gone and the node has no allocatable device of its resource."""
         for pod in self.pods():
-            with contextlib.suppress(ClusterError):  # its container, or the pod, has just been replaced
+            with contextlib.suppress(ClusterError):  # the agent's container, or its pod, has just been replaced
                 print(f"--- {pod}\n{pod.logs()}")
         self.cluster.api.delete("DaemonSet", "dra-bridge", NAMESPACE)
         self.cluster.wait_for(lambda: not self.pods(), PATIENCE, "the agent's pod is gone")
@@ -305,7 +305,7 @@ def test_unprivileged_agent_has_what_it_needs_and_no_more(deployed: Deployed) ->
     ]
     allowed = [directory / "x" for directory in WRITABLE]
     guarded = Path("/dev/loop-control")
-    os.close(os.open(guarded, os.O_RDWR))  # root of the host may open it
+    os.close(os.open(guarded, os.O_RDWR))  # root outside of the pod may open this device
     try:
         found = tried(agent, *forbidden, *allowed, guarded)
     finally:
@@ -585,7 +585,7 @@ def test_the_page_names_pods_after_restarts(deployed: Deployed) -> None:
 
     def named() -> bool:
         nonlocal text
-        text = get(deployed.agent(), "/").replace("<wbr>", "")  # where a long name may break
+        text = get(deployed.agent(), "/").replace("<wbr>", "")  # <wbr> is where a long name may break
         return "default/plain" in text and "default/user" in text
 
     deployed.cluster.wait_for(named, 60, "both pods are named")

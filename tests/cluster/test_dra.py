@@ -498,7 +498,7 @@ def test_a_rolling_update(bridge: Bridge) -> None:
     bridge.claim("after")
     bridge.pod("three", {"fpga": "after"}).wait_running(90)
     assert env_of(pod)["FPGA_MODE"] == "fast"
-    if bridge.cluster.minor >= 33:  # before, the kubelet deletes the slices together with a registration
+    if bridge.cluster.minor >= 33:  # before 1.33, the kubelet deletes the slices when a registration ends
         assert {one["metadata"]["uid"] for one in bridge.slices()} == slices
     devices = [bridge.allocated(name) for name in ("mine", "between", "after")]
     assert len({name for names in devices for name in names}) == 3
@@ -673,7 +673,7 @@ def test_an_unhealthy_device(cluster: Cluster) -> None:
             bridge.start()
             bridge.wait_registered()
             bridge.wait_offered(1)
-            assert bridge.offered()[device]["taints"] == [taint]  # with the same timeAdded
+            assert bridge.offered()[device]["taints"] == [taint]  # the taint still has the same timeAdded
         sick.write_text("")
         bridge.wait_offered(2)
         if cluster.minor >= 34:
@@ -739,7 +739,7 @@ def _forty_claims(bridge: Bridge) -> None:
         claims = {"fpga": {"resourceClaimTemplateName": "fpgas"}}
         pods = [bridge.pod(f"p{ten}{number}", claims) for number in range(10)]
         waiting = pods[:]
-        while waiting:  # four pods have devices at a time
+        while waiting:  # only four pods have devices at a time
             cluster.wait_for(lambda: any(pod.phase == "Running" for pod in waiting), 120, "a pod runs")  # noqa: B023
             for pod in [one for one in waiting if one.phase == "Running"]:
                 pod.delete()
@@ -834,7 +834,7 @@ def test_steady_state(bridge: Bridge) -> None:
 def test_plugin_only(cluster: Cluster) -> None:
     """`deviceplugin run` with the config of `dra-bridge run` serves only pods with limits, and loads no API client.
 
-    Although no bridge runs, no pod gets the device that a running container holds by a claim.
+    Although `dra-bridge run` has ended, no pod gets the device that a running container holds by a claim.
     """
     with Bridge.running(cluster, fpga()) as bridge:
         bridge.wait_offered(4)

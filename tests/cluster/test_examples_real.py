@@ -38,7 +38,7 @@ def test_example_runs(cluster: Cluster, example: Path) -> None:
         bridge.wait_offered(8)
         objects = list(yaml.safe_load_all(example.read_text()))
         for container in containers(objects):
-            container["image"] = image.IMAGE  # nothing can be pulled here
+            container["image"] = image.IMAGE  # no image can be pulled here
         cluster.api.apply(objects)
         for body in objects:
             if body["kind"] == "Pod":

@@ -333,7 +333,7 @@ def test_to_another_vendors_driver(scene: Scene) -> None:
     scene.before = len(locks.holders())
     scene.share(a="none")
     scene.wait_states("a", to_plugin=2)
-    for pod in pods:  # one after the other, as a rolling update does
+    for pod in pods:  # the pods are deleted one after the other, as in a rolling update
         pod.delete()
         pod.wait_gone()
     scene.wait_states("a", plugin=2)

@@ -228,7 +228,7 @@ def test_admin_access_holds_nothing(scene: Scene) -> None:
 
 
 def many(scene: Scene, devices: int, each: int) -> None:
-    """A pod and a claim get `each` devices; the idle ones of `devices` move to claims, the pod's when the pod ends."""
+    """Let a pod and a claim get `each` of `devices` devices; idle ones move to claims, the pod's when it ends."""
     cluster, half = scene.cluster, devices // 2
     scene.serve(resource("a", half))
     cluster.wait_allocatable(named("a"), devices - half)

@@ -64,7 +64,7 @@ def hanging(files: contextlib.ExitStack, point: Path) -> HangingFileSystem:
 
 
 def others_go_on(bridge: Bridge, *, claims: bool = True) -> None:
-    """Check that pods start without a device, and with a device of QUICK by limits and by claim; check the metrics."""
+    """Check that pods start without a device, and with one of the resource QUICK by limits and claim; check metrics."""
     cluster = bridge.cluster
     pods: list[Pod] = [cluster.start_pod("plain"), cluster.start_pod("quick", {QUICK: 1})]
     if claims:

@@ -79,7 +79,7 @@ class Sticks:
 @pytest.fixture
 def sticks(scene: Scene) -> Sticks:
     subprocess.run(["mount", "-t", "tmpfs", "none", str(SYSFS)], check=True)
-    scene.stack.callback(subprocess.run, ["umount", str(SYSFS)], check=True)  # after the agents' end
+    scene.stack.callback(subprocess.run, ["umount", str(SYSFS)], check=True)  # unmounted after the agents' end
     return Sticks()
 
 

@@ -88,7 +88,7 @@ def test_limits_and_claims_share_one_quota(kueued: tuple[Cluster, Kueue]) -> Non
             assert not cluster.pods("default", f"job-name={job}")
         cluster.api.delete("Job", "by-limits")
         cluster.wait_for(lambda: any(map(queue.admitted, waiting)), 120, "a waiting job is admitted")
-        assert not all(map(queue.admitted, waiting))  # either may be admitted: both were created in the same second
+        assert not all(map(queue.admitted, waiting))  # either job may be admitted: both were created in the same second
         cluster.api.delete("Job", "by-claim")
         for job in waiting:
             until_it_runs(cluster, job)

@@ -265,7 +265,7 @@ def test_administrative_access_is_no_holder(bridge: Bridge, prometheus: Promethe
     assert line in done.stdout.splitlines(), done.stdout + done.stderr
     assert [held] == re.findall(r"(\S+) +dra +dra +claim default/mine", done.stdout)
     assert "claim default/watch for" not in done.stdout
-    since = prometheus.evaluated() + timedelta(seconds=3)  # an alert fires earlier, with the shortened times
+    since = prometheus.evaluated() + timedelta(seconds=3)  # with the shortened times, an alert would fire by then
     cluster.wait_for(lambda: prometheus.evaluated() > since, 60, "the rules are evaluated")
     assert not [name for name, _ in prometheus.firing() if name == "DeviceHeldTwice"]
 

@@ -128,7 +128,7 @@ def test_a_kubelet_restart_after_each_step_ends_no_pod(bridge: Bridge) -> None:
     first.wait_gone()
     wait_states(bridge, dra=7, to_dra=1)
     no_pod_ends(bridge, second, claim, *unchanged)
-    # They are to move back while DRA serves pods by limits: no device moves, and a new pod by limits waits.
+    # The devices are to move back while DRA serves pods by limits: no device moves, and a new pod by limits waits.
     annotate(cluster, "2")
     wait_states(bridge, to_plugin=7, to_dra=1)
     waits = cluster.start_pod("waits", {RESOURCE: 1})

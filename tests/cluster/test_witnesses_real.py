@@ -231,7 +231,7 @@ class Scene(sides.Scene):
     def joins(self, pod: Pod, name: str) -> Pod:
         joining = self.user(name, pod.name)
         main = joining["spec"]["containers"][0]
-        main["command"] = [part.replace("flock -n", "flock") for part in main["command"]]  # waits for the pod's lock
+        main["command"] = [part.replace("flock -n", "flock") for part in main["command"]]  # it waits for `pod`'s lock
         return self.make(joining).wait_running()
 
     def forget(self, pod: Pod) -> None:
