@@ -39,7 +39,7 @@ class Verdict(enum.Enum):
 def judge(
     nodes: Sequence[Object], slices: Iterable[Object], claims: Iterable[Object] = (), pods: Iterable[Object] = ()
 ) -> dict[str, Verdict]:
-    """Return the verdict on each node of one group; each node must have the pools that any other node has."""
+    """Return the verdict on each node of a group; UNREADY if another node has more pools of a driver's slices."""
     by_node: dict[str, list[Object]] = {node["metadata"]["name"]: [] for node in nodes}
     for body in slices:
         if (name := body["spec"].get("nodeName", "")) in by_node:

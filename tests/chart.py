@@ -191,7 +191,7 @@ def _without_lookahead(pattern: str) -> str:
 
 
 def patterns() -> str:
-    """Return a template with the patterns of names; it checks a config given as text, which no schema checks."""
+    """Return a template with the patterns of names; the template checks a config that is text, as no schema does."""
     forms = {"resource": naming.RESOURCE, "driver": naming.SUBDOMAIN}
     lines = [
         f'{{{{- define "dra-bridge.{name}-pattern" -}}}}^{_without_lookahead(form)}${{{{- end -}}}}\n'

@@ -31,7 +31,7 @@ def draw(_text: str, _numbers: list[float]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes(config: pytest.Config) -> None:
-    """Compile the test modules and call `draw` once, before the start of processes, each of which would do it."""
+    """Compile the test modules and call `draw` once, so that not each of the processes that start later does it."""
     if sys.dont_write_bytecode:
         return
     tests = Path(__file__).parent
@@ -42,7 +42,7 @@ def pytest_xdist_setupnodes(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Spread modules over the processes of pytest-xdist: tests of some directories wait, tests of others compute."""
+    """Spread modules over the processes of pytest-xdist: some directories' tests mostly wait, others mostly compute."""
     if "PYTEST_XDIST_WORKER" in os.environ:
         items.sort(key=lambda item: 0 if "cluster" in item.path.parts else zlib.crc32(item.path.name.encode()))
 

@@ -57,7 +57,7 @@ def test_a_file_that_has_its_content_already_stays(tmp_path: Path) -> None:
 
 
 def test_a_directory_has_one_place_in_all_mounts(tmp_path: Path) -> None:
-    """A directory has one place: before it exists, through a link, and with a space in its name."""
+    """`place_of` gives one result for a directory: before it exists, through a link, and with a space in its name."""
     directory = tmp_path / "with a space"
     place = files.place_of(directory)
     assert place.endswith("/with a space")
@@ -69,7 +69,7 @@ def test_a_directory_has_one_place_in_all_mounts(tmp_path: Path) -> None:
 
 
 def test_the_place_in_another_mount_namespace(tmp_path: Path) -> None:
-    """A bind mount has the place of the mounted directory, even after that directory was removed."""
+    """For a bind mount, `place_of` returns the place of the mounted directory, even after the directory is removed."""
     directory, point = tmp_path / "plugins \\ one", tmp_path / "point"
     directory.mkdir()
     point.mkdir()

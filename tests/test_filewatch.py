@@ -461,7 +461,7 @@ async def test_queue_that_overflows(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """After an overflow of the inotify queue, the next look finds the changed directories; hints come again."""
+    """After an overflow of the inotify queue, the next check finds the changed directories, and hints come again."""
     monkeypatch.setattr(filewatch, "CHECK", 0.0)
     goes_on = threading.Event()
     read = InotifyFD.read_events
@@ -474,7 +474,7 @@ async def test_queue_that_overflows(
     watches = [await in_flight(watching(one)) for one in (directory, late_comer, tmp_path)]
     monkeypatch.setattr(InotifyFD, "read_events", late)
     limit = int(Path("/proc/sys/fs/inotify/max_queued_events").read_text())
-    # Two events each. A read that is under way takes as many events as fit into watchdog's buffer.
+    # Each file causes two events. A read that is under way takes as many events as fit into watchdog's buffer.
     for number in range(limit // 2 + 2100):
         (file := tmp_path / f"{number}").touch()
         file.unlink()

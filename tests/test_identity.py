@@ -179,7 +179,7 @@ def test_hardware_counts_before_numbers(was: identity.Tokens, now: identity.Toke
 
 
 def test_a_node_has_the_hardware_behind_it_and_its_place(tmp_path: Path) -> None:
-    """A node has tokens of its hardware and place; a link in `by-path` lasts by the place, others by the hardware."""
+    """Tokens name a node's hardware and place; holders of a link in `by-path` hold the place, others the hardware."""
     tree = Tree(tmp_path)
     tree.number("195:0", tree.usb("1-2", 4, serial="A5"), "1-2:1.0/tty/ttyACM0")
     look = nodes({"/dev/x/by-id/a": ("char", 195, 0), "/dev/x/by-path/p": ("char", 195, 0)})
@@ -197,7 +197,7 @@ def test_a_node_has_the_hardware_behind_it_and_its_place(tmp_path: Path) -> None
 
 
 def test_a_number_has_moved_when_sysfs_shows_other_hardware_or_none(tmp_path: Path) -> None:
-    """A device number has moved if sysfs no longer shows the granted hardware or place at it, if the grant has any."""
+    """A granted device number has moved if sysfs no longer shows the granted hardware, or its port, at this number."""
     tree = Tree(tmp_path)
     tree.number("195:0", tree.usb("1-2", 4, serial="A5"), "1-2:1.0/tty/ttyACM0")
     tree.number("195:1", tree.usb("1-3", 5, serial="B6"), "1-3:1.0/tty/ttyACM1")
@@ -209,7 +209,7 @@ def test_a_number_has_moved_when_sysfs_shows_other_hardware_or_none(tmp_path: Pa
 
 
 def test_a_holder_that_leaves_nodes_has_them_again_when_it_reaches_them() -> None:
-    """A holder's numbers that were marked as left count again when it reaches the nodes; its hardware tokens stay."""
+    """If a holder can no longer open its nodes, its hardware tokens stay; nodes that it can open again count again."""
     held = identity.identified(N0 | STICK, "1").reaching(identity.identified(N1, "1"))
     left = held.leaving(N0 | N1)
     assert (left.tokens, left.reached, left.left) == (N0 | STICK, frozenset(), N0)
@@ -217,7 +217,7 @@ def test_a_holder_that_leaves_nodes_has_them_again_when_it_reaches_them() -> Non
 
 
 def test_what_a_holder_reaches_is_not_what_the_device_is() -> None:
-    """A holder that reaches further nodes gets their numbers, but not their hardware, and nothing of another boot."""
+    """If a holder can open further nodes, it holds their numbers in this boot, but not the hardware behind them."""
     held = identity.identified(N0 | STICK, "1").reaching(identity.identified(N1 | OTHER, "1"))
     assert (held.in_boot("1"), held.valid_in("1").reached) == (N0 | STICK, N1)
     assert held.valid_in("2") == identity.UNIDENTIFIED

@@ -57,7 +57,7 @@ def test_only_gone_devices_can_be_forgotten() -> None:
 
 
 def test_duplicate_id_changes_nothing() -> None:
-    """A list that names an id twice is refused whole, with the resource and the id in the text."""
+    """A list that names an id twice is refused whole, with the resource and the id in the error."""
     inventory = Inventory(R)
     inventory.publish([Device("a")])
     before = inventory.snapshot

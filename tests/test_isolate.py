@@ -92,8 +92,8 @@ def start(tmp_path: Path) -> Iterator[Callable[[str], Run]]:
         wait(partial(ended, run.mark), "all processes are gone")
 
 
-# Leaves what a cluster leaves: a cgroup below its own with a process in it, a veth pair, a mount, a child of its own
-# session that lets go of its parent.
+# This script leaves what a cluster leaves: a cgroup below its own with a process in it, a veth pair, a mount, and a
+# child process in a session of its own that outlives its parent.
 BUSY = """
 set -e
 for top in /sys/fs/cgroup/pids /sys/fs/cgroup; do

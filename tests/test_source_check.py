@@ -105,7 +105,7 @@ def test_a_misspelt_setting_is_an_error_of_its_class(name: str, value: object, m
     """An attribute with a name similar to that of a setting is an error when its class is defined."""
     with pytest.raises(TypeError, match=rf"Wrong\.{name} is no setting and has no effect; did you mean {meant}\?"):
         type("Wrong", (DeviceSource,), {name: value})
-    type("Right", (DeviceSource,), {name: [value]})  # a value of another type is the author's own
+    type("Right", (DeviceSource,), {name: [value]})  # an attribute whose value has another type is the author's own
 
 
 def test_a_misspelt_property_is_a_property() -> None:

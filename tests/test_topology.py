@@ -437,14 +437,14 @@ class TestDay:
 
     @pytest.mark.parametrize("name", SMALL)
     def test_requests_of_all_sizes(self, name: str) -> None:
-        """The mean is no worse on any machine, if the requests include single devices."""
+        """On each machine the mean score is no worse than the partition rule's, if some requests are for one device."""
         assert (
             self.worst(TOPOLOGIES[name], ((1, 2, 4, 8), range(1, 9), (1, 2), (1, 2, 3, 4), (1, 1, 1, 2, 2, 4)))
             >= 1 - 1e-9
         )
 
     def test_machines_that_nobody_built(self) -> None:
-        """With random scores the mean is no worse on average, and at most 5 % worse on a single machine."""
+        """With random scores the mean is no worse than the partition rule's on average, and never by more than 5 %."""
         ratios = []
         for seed in range(6):
             random_ = random.Random(seed)
@@ -455,7 +455,7 @@ class TestDay:
 
     @pytest.mark.parametrize("name", SMALL)
     def test_requests_of_one_size_or_two(self, name: str) -> None:
-        """The mean is no worse for requests of one or two sizes without single devices, except on the hybrid cube mesh.
+        """Without single devices the mean is no worse than the partition rule's, except on the hybrid cube mesh.
 
         On this machine the highest total of a request takes one of the two closest pairs among four devices, and the
         next request would score higher with both halves of a ring.

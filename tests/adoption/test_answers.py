@@ -1,4 +1,4 @@
-"""How a vendor's plugin's AllocateResponse becomes the edits of a container with a claim."""
+"""How the AllocateResponse of a vendor's plugin becomes the CDI container edits for a claim."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from deviceplugin.wire import deviceplugin_pb2 as pb
 
 
 def test_an_answer_becomes_edits() -> None:
-    """A response's variables, nodes, mounts and CDI names become edits; a node without permissions gets all."""
+    """A response's variables, nodes, mounts and CDI names become edits; a node without permissions gets rwm."""
     answer = AllocateAnswer(
         env={"GADGETS": "{ids}", "EMPTY": ""},
         nodes=[("/dev/{id}", "/dev/inside-{id}", "r"), ("/dev/bare-{id}", "/dev/bare-{id}", "")],

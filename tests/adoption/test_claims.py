@@ -44,7 +44,7 @@ class Scene(Adopted):
         self.write_config({**one, "dra": {"share": "all"}, **more})
 
     def agent(self, *more: str, adopts: bool = True) -> AgentProcess:
-        """Start the agent; if it adopts plugins, wait until they can register with it. more: options."""
+        """Start the agent; if it adopts plugins, wait until they can register with it. more: further options."""
         options = [*self.node.arguments, "--kubeconfig", str(self.kubeconfig)]
         return self.run_agent("tests.kubeconfigs", *options, "--node-name", self.node.name, *more, adopts=adopts)
 
@@ -136,7 +136,7 @@ OTHER, OTHER_D = "example.com/terminal", "terminal.example.com"
 @pytest.mark.parametrize("form", ["nodes", "cdi"])
 @pytest.mark.parametrize("restart", [False, True])
 def test_a_node_that_another_resource_lists_as_well(scene: Scene, restart: bool, form: str) -> None:
-    """While a claim has a node through the plugin, no pod or claim gets the same node through another resource."""
+    """While a claim has a device node through the plugin, no other resource gives this node to a pod or claim."""
     scene.node.server.create(device_class(OTHER, OTHER_D))
     adopted = {"name": RESOURCE, "driver": D, "devices": [{"plugin": {"claims": True}}], "dra": {"share": "all"}}
     other = {"name": OTHER, "driver": OTHER_D, "devices": [{"path": "/dev/tty"}]}
@@ -166,7 +166,7 @@ def test_a_node_that_another_resource_lists_as_well(scene: Scene, restart: bool,
 
 
 def test_a_node_that_a_pod_has_from_another_resource(scene: Scene) -> None:
-    """While a pod has a node through another resource, a claim for the plugin's device with this node waits."""
+    """While a pod has a device node through another resource, a claim for the plugin's device with this node waits."""
     adopted = {"name": RESOURCE, "driver": D, "devices": [{"plugin": {"claims": True}}], "dra": {"share": "all"}}
     scene.write_config(adopted, {"name": OTHER, "devices": [{"path": "/dev/tty"}]})
     scene.agent()
@@ -245,7 +245,7 @@ def kept_from_pods(scene: Scene, past: Vendor) -> None:
 
 
 def test_a_reverted_path_of_a_plugin_that_lists_what_the_agent_lists(scene: Scene) -> None:
-    """A plugin registers the agent's own list with the kubelet: the agent registers again, and writes an Event."""
+    """If a plugin registers the agent's devices with the kubelet, the agent registers again, and writes an Event."""
     _, vendor, claimed = scene.claimed()
     vendor.stop()
     scene.wait_log("the vendor's plugin has disconnected")
@@ -348,10 +348,10 @@ def test_a_reverted_path_after_the_config_has_dropped_the_resource(scene: Scene,
     scene.wait_log("another plugin has registered this resource with the kubelet")
     scene.node.wait_allocatable(RESOURCE, 0)
     kept_from_pods(scene, vendor)
-    if how != "restart without ledger":  # without the ledger no driver has the resource
+    if how != "restart without ledger":  # without the ledger no driver of the resource is known
         wait_for("the Event", lambda: "AdoptedPluginBypassed" in events(scene), 10)
         scene.wait_log("instead of this agent, while claims have devices")
-    if not adopts:  # the plugin rightly is in the kubelet's directory
+    if not adopts:  # without --adopt the plugin may serve the kubelet
         claimed.delete()
         scene.node.wait_until(lambda: scene.node.streams(RESOURCE) == 1)
         return
@@ -404,7 +404,10 @@ def test_an_agent_that_starts_without_its_plugin_waits_for_it(scene: Scene) -> N
 
 
 def test_two_instances_while_nothing_is_for_claims(scene: Scene) -> None:
-    """If a second plugin registers with the kubelet while no device is for claims, the agent only registers again."""
+    """If a second plugin registers with the kubelet while no device is for claims, the agent registers again.
+
+    The agent writes no Event.
+    """
     scene.write(dra={"share": "none"})
     scene.agent()
     scene.vendor(resource("g0", "g1"))

@@ -31,7 +31,7 @@ async def test_those_that_claims_have_or_may_get(tmp_path: Path) -> None:
 
 
 async def test_what_the_kubelet_has_stays_in_the_list(tmp_path: Path) -> None:
-    """Ids that the kubelet knows stay listed as unhealthy while the plugin lists none; a claim's id stays unhealthy."""
+    """Ids that the kubelet knows are listed as unhealthy while the plugin lists none; an id for claims always is."""
     store, inventory = MemoryStore(), Inventory(R)
     endpoint = AdoptedEndpoint(
         AdoptedSource(R, VendorPlugins(tmp_path)), inventory, AllocationsInFlight(), register=Register(store=store)

@@ -96,7 +96,7 @@ def test_a_resource_that_no_config_names_is_passed_through(node: Node) -> None:
 
 
 def test_lists_are_sets(node: Node) -> None:
-    """Empty, repeated and reordered lists of the plugin reach the kubelet as one list, sent once."""
+    """An empty first list, and repeated or reordered lists of the plugin, cause no further list to the kubelet."""
     vendor = node.adopt(resource(*(f"g{n}" for n in range(8))), empty_first=True, repeat=0.01, shuffled=True, count=8)
     vendor.wait("listed", 10)
     vendor.health(**{f"g{n}": "Healthy" if n else "Unhealthy" for n in range(8)})
@@ -220,7 +220,7 @@ def test_a_node_that_a_pod_has_from_another_resource(listed_twice: Node) -> None
 
 
 def test_a_node_that_exists_only_after_allocate(node: Node) -> None:
-    """If the plugin's response names a node that does not exist yet, the pod holds the node's device once it exists."""
+    """If the plugin's response names a device node that does not exist yet, the pod holds the node once it exists."""
     late, kubelet = node.where / "late", node.kubelet
     node.write_config(
         {"name": RESOURCE, "devices": [{"plugin": {}}]}, {"name": OTHER, "devices": [{"path": "/dev/tty"}]}
@@ -239,7 +239,7 @@ def test_a_node_that_exists_only_after_allocate(node: Node) -> None:
 
 @pytest.mark.parametrize("unlisted", ["dropped", "restart", "another agent"])
 def test_a_node_that_a_pod_has_from_a_resource_that_the_agent_does_not_list(node: Node, unlisted: str) -> None:
-    """A pod has a node through a resource that this agent does not serve: the plugin's device with it is refused."""
+    """If a pod has a device node by a resource that the agent does not serve, the plugin's id with it is refused."""
     kubelet, terminal = node.kubelet, {"name": OTHER, "devices": [{"path": "/dev/tty"}]}
     adopted = {"name": RESOURCE, "devices": [{"plugin": {}}]}
     node.write_config(*([adopted] if unlisted == "another agent" else [adopted, terminal]))
@@ -411,7 +411,7 @@ def test_a_plugin_that_ends_while_it_is_asked(node: Node, call: str, *, kill: bo
     where = node.directory / "vendor.example_gadget-vendor.sock"
     assert f"{RESOURCE}: the vendor's plugin at {where} ended, or cannot be reached, during {call}" in pod.message
     hold.unlink()
-    node.kubelet.wait_allocatable(RESOURCE, 0)  # else the former list would be taken for the new one
+    node.kubelet.wait_allocatable(RESOURCE, 0)  # otherwise the wait below would take the former list for the new one
     vendor.start()
     node.kubelet.wait_allocatable(RESOURCE, 1)
     node.kubelet.run_pod("q", {RESOURCE: 1})

@@ -28,7 +28,7 @@ class Plugins(VendorPlugins):
 
 
 class Side(ClaimSide):
-    """Stands in for the part that serves claims: records the resources that the agent adds."""
+    """Stands in for the part of the agent that serves claims: records the resources that the agent adds."""
 
     def __init__(self) -> None:
         self.resources: list[tuple[str, str]] = []

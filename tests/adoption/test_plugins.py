@@ -220,7 +220,7 @@ async def test_an_endpoint_that_is_not_there_is_refused(directory: Path) -> None
 
 
 async def test_a_successor_keeps_its_socket(directory: Path) -> None:
-    """The next agent serves the directory after the former one's end, and removes old sockets, not other files."""
+    """An agent serves the plugins' directory after the former agent's end, and removes old sockets, not other files."""
     (directory / "notes").touch()
     async with contextlib.AsyncExitStack() as stack:
         first = stack.enter_async_context(serving(directory))

@@ -140,7 +140,7 @@ def ids(*names: str, request: str = "fpga") -> Sequence[Any]:
 
 
 async def test_one_allocate_for_each_request(here: Scene) -> None:
-    """Each request of a claim is one Allocate with its ids in natural order, and gets the edits of its response."""
+    """Each request of a claim is one Allocate with its ids in natural order, and gets the response's CDI edits."""
     here.vendor.answer = AllocateAnswer(env={"G_{ids}": "1"}, control=[("/dev/null", "/dev/ctl", "rw")])
     here.driver.claims.add(claim("1", *ids("g1", "g0", request="left"), *ids("g2", request="right")))
     left, right = await here.prepared("1")
@@ -227,7 +227,7 @@ async def test_an_answer_is_not_believed_if_its_device_went_meanwhile(here: Scen
     here.driver.claims.add(claim("1", *ids("g0")), claim("2", *ids("g1")))
     preparing = asyncio.create_task(here.refused("1"))
     await until(lambda: here.vendor.asked)
-    waiting = asyncio.create_task(here.refused("2"))  # waits for the end of the first
+    waiting = asyncio.create_task(here.refused("2"))  # this Prepare waits for the end of the first one
     await until(lambda: len(here.plugin.claimed) == 2)
     here.vendor.show("g2")
     await until(lambda: len(here.plugin.devices or ()) == 1)
@@ -395,7 +395,7 @@ async def test_pre_start_container(scene: Scene, once: bool) -> None:
 
 
 async def test_pre_start_container_has_the_turn_of_its_allocate(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No Allocate comes between a claim's two calls; if one comes after them, the next Prepare calls Allocate again."""
+    """No Allocate comes between a claim's Allocate and PreStartContainer; after a later one, Prepare repeats both."""
     monkeypatch.setattr(adoption, "ANSWER", 0.05)
     scene.vendor.pre_start = True
     scene.vendor.starts.clear()
@@ -406,7 +406,7 @@ async def test_pre_start_container_has_the_turn_of_its_allocate(scene: Scene, mo
     monkeypatch.undo()
     pod = asyncio.create_task(scene.vendors.allocate(scene.plugin, [["g0"]]))
     for _ in range(3):
-        await scene.plugin.call("GetDevicePluginOptions", b"")  # once it is answered, earlier calls have arrived
+        await scene.plugin.call("GetDevicePluginOptions", b"")  # once this call is answered, earlier calls have arrived
     scene.vendor.starts.set()
     await pod
     assert scene.vendor.calls == ["Allocate", "PreStartContainer", "started", "Allocate"]

@@ -114,7 +114,7 @@ def allocate() -> None:
             stubs.append(pb_grpc.DevicePluginStub(channel))
         answers = [stub.Allocate(request) for stub in stubs]
         for one in answers[0].container_responses:
-            one.ClearField("annotations")  # only the framework's response has them: the devices' identities
+            one.ClearField("annotations")  # only the framework's response has annotations (the devices' identities)
         assert answers[0] == answers[1], "both must do the same"
         p50 = in_turn(stubs, request, rounds, calls)
         result("Allocate p50, one caller", p50[0], "ms", None)

@@ -98,7 +98,7 @@ def quality() -> bool:
 
 
 def days() -> bool:
-    """Print the mean scores of a day's choices, relative to the best partition's; return whether none is lower."""
+    """Print choices' mean scores while pods come and go, relative to the best partition's; return if none is lower."""
     fine = True
     print("\nMean score of what was given over 9,000 events, of that by the best partition (limit 1), by load")
     for name, (count, score) in TOPOLOGIES.items():

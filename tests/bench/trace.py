@@ -137,7 +137,7 @@ class Trace:
         return self.begun and all(task.done() for task in tuple(self.tasks))
 
     def asked(self, question: str) -> int:
-        """Return the number of calls of a question's functions (`QUESTIONS`)."""
+        """Return how often this path called the functions of one entry of `QUESTIONS`."""
         return sum(self.calls[code] for code in QUESTIONS[question])
 
 

@@ -32,7 +32,7 @@ resources:
 
 
 def resource(text: str) -> ResourceConfig:
-    """Return the one resource whose fields (beyond name and devices) are this flow of YAML."""
+    """Return the resource of a config file with these fields (in YAML's flow style) beside its name and devices."""
     return parse(f"resources: [{{name: example.com/a, devices: [path: /dev/x], {text}}}]").resources[0]
 
 

@@ -58,7 +58,7 @@ def test_all_that_is_not_allowed_is_said_with_its_place() -> None:
 
 
 def test_what_a_file_needs_allows_it_and_nothing_beside() -> None:
-    """The options that are made from a file allow that file; a path or a command that joins it is refused."""
+    """The --allow options that are derived from a config file allow its paths and commands, and no other path."""
     lock = needed(parse(FILE))
     paths = ("/etc/control", "/opt/*", "/opt/libnvidia-ml.so.1", "/opt/x", "/run/bad", "/run/x*/ctl")
     assert lock == Lock(True, tuple(path for path in paths if "nvidia" not in path))

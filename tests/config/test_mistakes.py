@@ -317,7 +317,7 @@ def test_glob_that_can_match_nothing_is_refused(glob: str, advice: str) -> None:
     ],
 )
 def test_a_node_of_two_different_groups_is_refused(groups: list[list[str]], refused_at: int | None) -> None:
-    """A node in two groups is an error, unless one group has all nodes of the other; globs are not compared."""
+    """A device node in two `group` lists is an error, unless one list has all nodes of the other. Globs may overlap."""
     lines = [f"- name: a/{n}\n  devices:\n  - group: {json.dumps(one)}\n" for n, one in enumerate(groups)]
     found = problems("resources:\n" + "".join(lines))
     expected = [] if refused_at is None else [(7, f"$.resources[1].devices[0].group[{refused_at}]")]
@@ -340,7 +340,7 @@ def test_a_shared_node_is_no_device_of_its_resource() -> None:
         ("driver: a.b, dra: {share: all}, exclude: [x1]", "exclude: [x1]", False),
         ("driver: a.b, dra: {share: all}", "driver: c.d, dra: {share: 100%}", True),
         ("driver: a.b, dra: {share: 0}", "", True),
-        ("driver: a.b, dra: {share: none}", "driver: a.b, dra: {share: all}", True),  # both have one driver
+        ("driver: a.b, dra: {share: none}", "driver: a.b, dra: {share: all}", True),  # both resources have one driver
         ("driver: a.b, dra: {share: all}, include: [x1]", "exclude: [x1]", True),
     ],
 )

@@ -154,7 +154,7 @@ class Checks:
             expect(abs(mine - int(row[4])) <= mine // 50, f"{device.id}: nvidia-smi has {row[4]} MiB, not {mine}")
 
     def nodes(self) -> None:
-        """All device nodes of `injection: nodes` exist, and nvidiactl is one of them. CDI devices are only recorded."""
+        """All device nodes of `injection: nodes` exist, and nvidiactl is one of them. CDI names are only recorded."""
         source = self.source(injection="nodes")
         source.update(self._looked())
         paths = sorted({node.host for one in source.devices() for node in one.container_edits.device_nodes})

@@ -226,7 +226,7 @@ def watched(
 
 
 class TestRunningAgent:
-    """From the kubelet to the metrics."""
+    """Metrics of an agent that runs against the fake kubelet."""
 
     def test_resource_is_shown(self, watched: Callable[..., tuple[FakeKubelet, Seen]]) -> None:
         """Devices, registration and lists are in the metrics as soon as the kubelet knows the resource."""
@@ -442,7 +442,7 @@ class Bridge:
 
 
 class TestCollector:
-    """The metrics of a view."""
+    """The metrics that are made of a view, which is a snapshot of the agent's state."""
 
     def test_a_report_of_the_bridge_is_shown(self, loop: Loop) -> None:
         """Metrics show what another component, such as the DRA bridge, reports: device states, claims, own metrics."""
@@ -466,7 +466,7 @@ class TestCollector:
         assert seen.value("devices", side="plugin", health="healthy") == 2
 
     def test_both_formats_are_read_by_the_client_library(self, loop: Loop) -> None:
-        """Both formats are valid, and have the same families."""
+        """Prometheus' client library reads both formats of /metrics, which have the same metrics."""
         still = Still(resource(Device("a", health=Health.UNKNOWN), held={"a": [PodContainer("n", "p", "c")]}))
         still.providers.append(Bridge())
         seen = loop.serving(still.agent)

@@ -85,7 +85,7 @@ class TestChecked:
             checked(said, DEVICES)
 
     def test_known_quantities_are_in_base_units(self) -> None:
-        """Known quantities end with a base unit or a count; `throttled` is the exception."""
+        """The names of known quantities end with a base unit or a count; `throttled` is the exception."""
         units = ("ratio", "bytes", "celsius", "watts", "hertz", "total", "second")
         assert [name for name in QUANTITIES if not name.endswith(units)] == ["throttled"]
 

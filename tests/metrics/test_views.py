@@ -107,7 +107,7 @@ class TestHolders:
         assert [len(one.devices[0].holders) for one in view.resources] == [0, 1]
 
     def test_the_pods_of_a_claim_are_those_of_the_ledger_where_the_kubelet_does_not_list_it(self) -> None:
-        """Holders of a claim that PodResources does not list are the pods of a provider's report, by name or UID."""
+        """If PodResources does not list a claim, its pods are those that the DRA bridge reports, by name or UID."""
         still = Still(resource("a"))
         pods = (PodContainer("team", "train", uid="u1"), PodContainer(uid="u2"))
         claims = [ClaimedDevice(RESOURCE, "a", "team", "mine", pods)]
@@ -229,7 +229,7 @@ class TestProviders:
         assert view.unready == ("bridge: no slices",)
 
     def test_one_that_raises_is_said_and_left_out(self, caplog: pytest.LogCaptureFixture) -> None:
-        """A provider that raises is left out with a reason, and logged once for each error."""
+        """A provider (such as the DRA bridge) that raises is left out with a reason, and each error is logged once."""
         errors = iter(["one", "one", "two"])
 
         def report() -> ProviderReport:
@@ -250,7 +250,7 @@ class TestProviders:
         ]
 
     def test_one_that_hangs_costs_its_time_once(self, released: threading.Event) -> None:
-        """A provider that hangs is not asked again before it has answered."""
+        """A provider (component that reports to the view) that hangs is not asked again before it has answered."""
         calls = 0
 
         def report() -> ProviderReport:
@@ -302,7 +302,7 @@ class TestProblems:
         assert still.observer().view().problems == ()
 
     def test_the_node_is_what_a_provider_says(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The node's name is that of a provider, else that of NODE_NAME."""
+        """The node's name is the one that a provider (such as the DRA bridge) reports, else that in NODE_NAME."""
         monkeypatch.setenv("NODE_NAME", "n7")
         still = Still(resource("a"))
         assert still.observer().view().node == "n7"
@@ -436,7 +436,7 @@ class TestEvents:
         observer.note(still.status())
 
     def test_what_providers_tell_is_among_the_events(self) -> None:
-        """Events of providers are in order of time with those of the resources."""
+        """Events that a provider (such as the DRA bridge) reports are sorted by time with those of the resources."""
 
         class Telling:
             name = "bridge"

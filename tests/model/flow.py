@@ -251,13 +251,13 @@ class Flow(DriverHost):
         await self.async_ledger.do(operations.reconcile_evidence(R, evidence, DEVICES, Side.PLUGIN, time.time(), D))
         self.grants.reconciled |= {(R, name) for name in DEVICES}
 
-    # What the driver asks.
+    # Methods that the DRA driver calls.
 
     def ready(self, resource: str, device: str) -> bool:
         """Return whether a device's holders on the node were compared with the ledger."""
         return (resource, device) in self.grants.reconciled
 
-    # What the moves of devices ask.
+    # Methods that the moves of devices call.
 
     def _shown(self) -> tuple[float, frozenset[str]]:
         return 0.0, frozenset(name for name in DEVICES if self.register.offers(R, name))
@@ -315,7 +315,7 @@ class Flow(DriverHost):
         """Return "", which means that no other slice offers the device."""
         return ""
 
-    # Requests of the kubelet for pods and claims; it retries each that fails.
+    # Requests of the kubelet for pods and claims; the kubelet retries each request that fails.
 
     async def patiently(self, work: Callable[[], Any]) -> Any:
         """Call `work` until a call succeeds, at most 21 times."""
@@ -377,7 +377,7 @@ class Flow(DriverHost):
 
 
 async def story(flow: Flow, record: Callable[[str, str], None]) -> None:
-    """Grant devices to pods, prepare a claim, and move devices to claims and back, with each begin and commit."""
+    """Grant devices to pods, prepare and unprepare a claim, and move devices from limits to claims and back."""
     await flow.allocate("a")
     record("granted", "a")
     await flow.move(1)

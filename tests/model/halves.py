@@ -4,7 +4,7 @@ A state has a part that belongs to no device (`Shared`) and two halves; a half i
 There are two kinds of steps. Most steps belong to one device: they change its half, whatever the other half is, and are
 possible if the node has room for one more pod or claim. The other steps are common (`FACTS`): they lead each half to a
 result that depends on the half's own state and on some facts about the other half. A common step that is not possible
-changes nothing. So from states that differ only in the second half, a step leads to states that differ only in it.
+changes nothing. So from states that differ only in the second half, a step leads to states that differ only there.
 
 The states with the same `Shared` are therefore a table: for each first half, the set of second halves that were seen
 with it, as the bits of a number. A step handles a whole row at once. As devices differ in their names only, the table
@@ -50,7 +50,7 @@ class Shared(NamedTuple):
 
 
 class Half(NamedTuple):
-    """The part of a state that belongs to one device. pods, claims: with device number 0."""
+    """The part of a state that belongs to one device. pods, claims: those of this device, which has number 0 there."""
 
     device: Device
     pods: tuple[Pod, ...] = ()
@@ -420,7 +420,7 @@ class Halves:
         shared, one, two = parted(first)
         block = self.block(shared)
         block.add(block.number(one), 1 << block.number(two))
-        # The later steps of gathering evidence come last, so that many states have arrived and go on together.
+        # Blocks in which the agent has more evidence about holders come later: many of their states go on together.
         while not self.problem and (waiting := [block for block in self.blocks.values() if block.fresh]):
             min(waiting, key=lambda block: (block.shared.step, block.shared.late)).proceed()
         return Found(self.states(), sum(len(block.halves) for block in self.blocks.values()), self.problem)

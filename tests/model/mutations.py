@@ -51,7 +51,7 @@ def _refusal_by_side(wanted: Collection[Use], state: RegisterSnapshot, view: Vie
 
 
 BY_STATE: Final = ((rules, "prepare_refusal", _prepare_by_state), (operations, "refusal", _refusal_by_side))
-"""Grants by a device's state alone. A check of holders of the other kind would hide that a move ended too early."""
+"""A grant ignores holders of the other kind (pods or claims): their check would hide that a move ended too early."""
 
 
 def _old_commit_to_dra(now: RegisterSnapshot, record: DeviceRecord, evidence: KubeletEvidence) -> rules.MoveWait | None:
@@ -154,12 +154,12 @@ def _no_tokens(*_: object) -> frozenset[str]:
 
 
 def _unidentified(*arguments: Any) -> Use:
-    """Return a use without tokens, so that it is compared by the device's name alone."""
+    """Return a device's use without identity tokens, so that uses are compared by the device's name alone."""
     return _USE(*arguments)._replace(tokens=frozenset(), reached=frozenset(), within=frozenset())
 
 
 def _all_released(*_: object) -> dict[DeviceKey, str]:
-    """Return no device as waiting for `released`, as other names of held hardware would wait for this hook, too."""
+    """Return that no device waits for `released`; else other names of held hardware would wait for this hook, too."""
     return {}
 
 
@@ -202,7 +202,7 @@ def _no_files(*_: object) -> tuple[()]:
 
 QUESTION: Final = ((operations, "refusal"), (register, "refusal"), (offers, "refusal"))
 BY_DRIVER: Final = ((operations, "refusal", _refusal_by_driver),)
-"""Ignores claims of other drivers, as their check would hide that Prepare ignores the driver of a device."""
+"""A grant ignores claims of other drivers: their check would hide that Prepare ignores the driver of a device."""
 
 WALKS: Final[dict[str, tuple[str, tuple[tuple[object, str, Replacement], ...], str]]] = {
     "the amounts are summed": ("every name", tuple((*where, _pairwise) for where in QUESTION), _TOO_MANY),

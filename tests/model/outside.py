@@ -1,7 +1,7 @@
 """Kubelet, scheduler, API server and containers of one node, around one process of the agent (`tests.model.life`).
 
 Which hardware a container has is known from an environment variable in the agent's answer, not from the agent's
-records. Which part of the hardware it has is what the device list or the slice said at the time of its request.
+records. Which part of the hardware the container has is known from the device list or slice at the time of its request.
 """
 
 from __future__ import annotations
@@ -234,7 +234,7 @@ class Outside:
     def made_up(self) -> CheckpointVersion:
         """Return a checkpoint with what the kubelet's device manager has in memory now."""
         answers = {pod.allocation: pod.response for pod in self.pods if pod.memory}
-        file: Any = object()  # each is another file
+        file: Any = object()  # each checkpoint is a file of its own
         return CheckpointVersion(frozenset(answers), dict(self.registered), file, answers)
 
     def write_checkpoint(self, draft: CheckpointVersion | None = None) -> None:
@@ -261,7 +261,7 @@ class Outside:
                 ]
                 found.append(DevicesOfClaim("default", claim.uid, claim.uid, {claim.driver: listed}, set(claim.pods)))
         for uid in self.foreign:
-            # Its device has the name of one of the agent's devices.
+            # The other vendor's device has the name of one of the agent's devices.
             device = AnsweredDevice(("r",), NODE, "a", (f"{FOREIGN}/claim={uid}",), None)
             found.append(DevicesOfClaim("default", uid, uid, {FOREIGN: [device]}, {uid}))
         claim_state.write(self.root, found)

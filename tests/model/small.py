@@ -193,8 +193,8 @@ class Stage(NamedTuple):
     """How far the agent is in gathering evidence, and what evidence it has.
 
     moving: the moving devices; of devices in TO_DRA only the ones that are shown Unhealthy. written: the kubelet has
-    written its checkpoint since the request. late: the scan began long ago. The other fields are sets of devices, as
-    pairs.
+    written its checkpoint since the request. late: the scan began long ago. The other fields are sets of devices, each
+    as a pair of flags.
     """
 
     step: Step = Step.NONE
@@ -333,7 +333,7 @@ def in_ledger(claim: Claim | None) -> InLedger:
 
 
 def named(now: RegisterSnapshot, uid: str, pod: Pod) -> bool:
-    """Return whether the ledger names a pod as a holder, also if only by its container's name (a mutation)."""
+    """Return whether the ledger names a pod as a holder; in a mutation a holder has no pod UID."""
     hold = now.allocations.get((R, NAMES[pod.device])) if pod.at else None
     return hold is not None and not hold.holders.isdisjoint({(uid, CONTAINER), ("", CONTAINER)})
 
@@ -344,12 +344,12 @@ def kept(pod: Pod) -> Pod:
 
 
 def flags(names: object) -> tuple[bool, bool]:
-    """Return a set of devices as a pair."""
+    """Return a set of devices' names as a pair of flags, one for each device."""
     return "0" in names, "1" in names  # type: ignore[operator]
 
 
 def names(pair: tuple[bool, bool]) -> tuple[str, ...]:
-    """Return the names of the devices in a set that is given as a pair."""
+    """Return the names of the devices whose flags are true."""
     return tuple(name for name, there in zip(NAMES, pair, strict=True) if there)
 
 
@@ -371,7 +371,7 @@ FAULTS: Final = frozenset({"force", "lose", "claims"})
 
 
 class Small:
-    """The steps of such a small node, and its possible faults.
+    """The steps of the small node of this module, and its possible faults.
 
     crashes: kubelet and agent may die. damage: the ledger may be lost. faults: see `FAULTS`. turns: moves may begin or
     be reversed while evidence is gathered, though the real agent does one after the other. cgroups: the cgroup tree is
@@ -524,7 +524,7 @@ class Small:
             elif claim.api is InApi.CHOSEN:
                 yield f"allocate c{number}", changed(system, number, api=InApi.ALLOCATED)
             elif claim.api is InApi.ALLOCATED:
-                # In any state on this node: a pod may be deleted by force.
+                # In any state of the claim on this node, as a pod may be deleted by force.
                 yield f"deallocate c{number}", with_claim(system, number, gone(claim._replace(api=InApi.NONE)))
 
     def side(self, system: SystemState) -> Iterator[tuple[str, SystemState]]:
@@ -693,7 +693,7 @@ class Small:
             yield "commit to plugin", at_stage(after, IDLE)
 
     def withdrawn(self, system: SystemState, moving: Collection[str], free: Collection[str]) -> SystemState:
-        """Return the next stage if the API server has accepted the wanted slice without the devices, else the state."""
+        """Return the state at the next stage if the API server has the slice without the devices, else `system`."""
         taken = bool(system.want) and system.want == system.slice
         accepted = [name for name in free if taken and not system.slice[int(name)]]
         return at_stage(system, Stage(Step.WITHDRAWN, flags(moving), first=flags(accepted))) if accepted else system

@@ -22,7 +22,7 @@ from tests.model.flow import Flow, Outside, Plain, Source, aftermath, replayed, 
 pytestmark = pytest.mark.explore
 
 EVERY = 1 if os.environ.get("DEVICEPLUGIN_MODEL") == "long" else 3
-"""Of how many places one is tried."""
+"""Crashes and failures are tried at every step (1) or at every third step (3)."""
 SOURCES: dict[str, type[DeviceSource]] = {"plain": Plain, "hooked": Source}
 
 

@@ -204,7 +204,7 @@ SMALLEST: dict[str, dict[str, Any]] = {
 @exploration
 @pytest.mark.parametrize("what", MUTATIONS)
 def test_without_a_rule_or_some_evidence_the_model_finds_the_double_allocation(what: str) -> None:
-    """Without any one rule or kind of evidence the model finds a device with two holders, or offered to both sides."""
+    """Without a rule or kind of evidence the model finds a device with two holders, or offered to limits and claims."""
     options: dict[str, Any] = {"pods": 1, "claims": 1, "faults": (), **SMALLEST.get(what, {})}
     side = State.DRA if what.startswith(("Prepare", "commit to the plugin", "claims", "the question")) else State.PLUGIN
     old = what.endswith("after the move began")
@@ -223,7 +223,7 @@ RULES = ["grant without a pod", "Allocate", "Prepare", "commit to DRA", "commit 
 @exploration
 @pytest.mark.parametrize("what", RULES if AT_LENGTH else RULES[:1])
 def test_without_a_rule_two_devices_come_to_harm_too(what: str) -> None:
-    """Without a rule, the exploration by halves finds the double allocation, too."""
+    """If a rule is switched off, the exploration by halves finds the double allocation, too."""
     small = Small(pods=1, claims=1, crashes=False, faults=())
     with without(what):
         halves = Halves(small, small.through_both)

@@ -1,4 +1,4 @@
-"""Fixtures: the fake library, compiled once, and new GPUs for each test."""
+"""Fixtures: the fake NVML library, compiled once, and new GPUs for each test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A machine with GPUs of the fake library, and common topologies."""
+"""A machine with GPUs of the fake NVML library, and common topologies."""
 
 from __future__ import annotations
 

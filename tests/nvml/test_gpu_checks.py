@@ -1,4 +1,4 @@
-"""The checks for real hardware (`tox -e gpu`), run on machines of the fake library."""
+"""The checks for real hardware (`tox -e gpu`), run on machines of the fake NVML library."""
 
 from __future__ import annotations
 

@@ -487,7 +487,7 @@ def test_xids_of_applications_are_ignored_by_default(code: int, configured: bool
 
 
 async def test_xid_of_a_partition_is_that_partitions_alone(gpus: FakeGpus, until: Until) -> None:
-    """An XID with instance ids makes only that partition unhealthy; one without makes all partitions of the GPU so."""
+    """An XID with instance ids makes that partition unhealthy; an XID without them, all partitions of the GPU."""
     gpus.gpu(0)
     parts = [gpus.partition(0, index, "1g.5gb", instance=index + 1) for index in range(3)]
     async with closing(source(gpus, mig="single", rules=HealthRules(quiet=None))) as lists:

@@ -140,7 +140,7 @@ def test_partitions_of_mixed_are_not_shared(
 def test_a_gpu_is_held_whole_or_in_partitions(
     gpus: FakeGpus, fake_kubelet: FakeKubelet, tmp_path: Path, configured: Configured, served: Serve
 ) -> None:
-    """While a pod holds a GPU, no pod gets one of its partitions, also if it is made meanwhile; and the reverse."""
+    """While a pod holds a GPU, no pod gets a partition of it, not even a new one; a held partition blocks its GPU."""
     for index in range(2):
         gpus.gpu(index)
     gpus.partition(0, 0, "1g.10gb")

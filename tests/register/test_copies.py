@@ -25,7 +25,7 @@ R = "example.com/fpga"
 
 
 def put(directory: Path, agent: str, *holders: tuple[str, str], boot: str | None = None) -> None:
-    """Write the copy of an agent that has granted one half of d0 to these containers."""
+    """Write an agent's copy of its allocations: one half of d0 is granted to these containers."""
     one = AllocationRecord(
         R, "d0::0", "d0", 1.0, 1, frozenset(holders), identity=seen_as("b", "n1"), amount=Amount("1/2")
     )
@@ -33,7 +33,7 @@ def put(directory: Path, agent: str, *holders: tuple[str, str], boot: str | None
 
 
 def changed(found: AllocationCopies) -> Mapping[Allocation, Wanted]:
-    """Read the copies, and return the grants that are new since the last call."""
+    """Read the agents' copies of allocations, and return the grants that are new since the last call."""
     found.read()
     return found.changed()
 
@@ -55,14 +55,14 @@ def test_what_is_copied_is_read_once(tmp_path: Path) -> None:
 
 
 def test_a_copy_of_another_boot_and_a_grant_without_a_container_name_nobody(tmp_path: Path) -> None:
-    """A copy of another boot names no holder, and neither does a grant whose container is not known."""
+    """A copy of allocations from another boot names no holder, and neither does a grant without a known container."""
     put(tmp_path, "one", ("u1", "main"), boot="before")
     put(tmp_path, "two")
     assert changed(AllocationCopies(tmp_path, tmp_path)) == {}
 
 
 def test_a_copy_that_cannot_be_read_is_reported_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A copy that cannot be read is logged once, and other copies are read; without the directory there are none."""
+    """An agent's copy that cannot be read is logged once, and others are read; without the directory there are none."""
     put(tmp_path, "one", ("u1", "main"))
     (tmp_path / "deviceplugin" / "allocations" / "two.json").write_bytes(b"{")
     (tmp_path / "deviceplugin" / "allocations" / "three.json").symlink_to(tmp_path / "nothing")
@@ -74,7 +74,7 @@ def test_a_copy_that_cannot_be_read_is_reported_once(tmp_path: Path, caplog: pyt
 
 
 def test_a_read_that_nobody_waited_for_is_not_lost(tmp_path: Path) -> None:
-    """If nothing takes the result of one read, the call after the next read returns the grants of both."""
+    """If nothing takes what one read of the copies found, the call after the next read returns the grants of both."""
     put(tmp_path, "one", ("u1", "main"))
     found = AllocationCopies(tmp_path, tmp_path)
     found.read()
@@ -83,9 +83,9 @@ def test_a_read_that_nobody_waited_for_is_not_lost(tmp_path: Path) -> None:
 
 
 async def test_an_agent_without_a_ledger_copies_the_allocations_of_each_resource(tmp_path: Path) -> None:
-    """An agent without a ledger writes one copy for each resource, on each change of a known holder.
+    """An agent without a ledger copies the allocations of each resource to a file, on each change of a known holder.
 
-    A grant whose holder is unknown changes no copy.
+    A grant whose holder is unknown changes no such file.
     """
     store, looks, found = MemoryStore(), Looks("copies", threads=1), AllocationCopies(tmp_path, tmp_path)
     keeping = asyncio.create_task(found.keep(store, looks))
@@ -126,7 +126,7 @@ async def test_an_agent_without_a_ledger_copies_the_allocations_of_each_resource
 async def test_copies_of_another_plugin_directory_are_ignored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: str
 ) -> None:
-    """A copy counts only for the plugin directory that it states, as an adopted plugin's ids are in two directories."""
+    """A copy of allocations counts only for its plugin directory, as an adopted plugin's ids are in two directories."""
     store, looks = MemoryStore(), Looks("copies", threads=1)
     one = AllocationRecord(R, "d0", "d0", 1.0, 1, frozenset({("u1", "main")}))
     await store.do(lambda _: Decision(None, (Change("allocations", (R, "d0"), one),)))
@@ -135,7 +135,7 @@ async def test_copies_of_another_plugin_directory_are_ignored(
     one = replace(one, holders=frozenset({("u2", "main")}))
     await store.do(lambda _: Decision(None, (Change("allocations", (R, "d0"), one),)))
     await AllocationCopies(tmp_path, tmp_path / "agent").write(store.snapshot, looks)
-    (tmp_path / "kubelet").mkdir()  # as the kubelet creates it again
+    (tmp_path / "kubelet").mkdir()  # the kubelet creates this directory after the copy was written
     holders = [Allocation(pod, "main", R, "d0") for pod in ("u1", "u2")]
     assert [*changed(AllocationCopies(tmp_path, tmp_path / "kubelet"))] == holders[:1]
     monkeypatch.setattr(copies, "place_of", lambda path: "")
@@ -145,7 +145,7 @@ async def test_copies_of_another_plugin_directory_are_ignored(
 async def test_a_copy_that_states_no_plugin_directory_is_of_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A copy that states no plugin directory, for example because /proc was hidden, counts for every directory."""
+    """A copy of allocations that states no plugin directory, as when /proc was hidden, counts for every directory."""
     store, one = MemoryStore(), AllocationRecord(R, "d0", "d0", 1.0, 1, frozenset({("u1", "main")}))
     await store.do(lambda _: Decision(None, (Change("allocations", (R, "d0"), one),)))
     with monkeypatch.context() as patch:
@@ -156,7 +156,7 @@ async def test_a_copy_that_states_no_plugin_directory_is_of_all(
 
 @pytest.mark.parametrize("left", [None, b"", b"{", b'{"boot": "1", "allocations": []}'])
 async def test_the_copy_of_an_agent_with_a_ledger_has_all_its_allocations(tmp_path: Path, left: bytes | None) -> None:
-    """The copy of an agent with a ledger has all its allocations, whatever copy there was before."""
+    """An agent with a ledger copies all its allocations into one file, whatever the file had before."""
     if left is not None:
         put(tmp_path, "own", ("u0", "main"))
         Path(copies.path(str(tmp_path), "own")).write_bytes(left)
@@ -171,7 +171,7 @@ async def test_the_copy_of_an_agent_with_a_ledger_has_all_its_allocations(tmp_pa
 
 
 async def test_a_copy_is_written_only_after_a_durable_change(tmp_path: Path) -> None:
-    """A copy is written only after a change that must survive a power failure (`durable`)."""
+    """Allocations are copied to a file only after a change that must survive a power failure (`durable`)."""
     store, looks, found = MemoryStore(), Looks("copies", threads=1), AllocationCopies(tmp_path, tmp_path, "own")
     one = AllocationRecord(R, "d0", "d0", 1.0, 1, frozenset({("u1", "main")}), identity=seen_as("b", "n1"))
     path = Path(copies.path(str(tmp_path), "own"))
@@ -190,7 +190,7 @@ async def test_a_copy_is_written_only_after_a_durable_change(tmp_path: Path) -> 
 async def test_a_copy_that_cannot_be_written_is_written_later(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If a copy cannot be written, the log says so, and the agent tries again until it is written."""
+    """If the copy of the allocations cannot be written, the log says so, and the agent tries again until it can."""
     monkeypatch.setattr(copies, "FIRST_TRY", 0.01)
     (tmp_path / "deviceplugin").write_bytes(b"")
     store, found = MemoryStore(), AllocationCopies(tmp_path, tmp_path, "own")
@@ -204,7 +204,7 @@ async def test_a_copy_that_cannot_be_written_is_written_later(
 
 
 def test_a_holder_can_open_what_a_copy_says_besides_its_answer() -> None:
-    """The nodes in a copy that a holder can open are added to those in the checkpoint, if both are of one boot."""
+    """A holder can open the nodes in the agent's copy beside those in the checkpoint, if both are of the same boot."""
     granted = identified(frozenset({"char:240:1"}), "1")
     answer = Wanted((R, "d0"), granted, Amount("1"))
     copied = answer._replace(identity=granted.reaching(identified(frozenset({"char:240:2"}), "1")))

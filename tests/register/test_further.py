@@ -186,7 +186,7 @@ async def test_a_renamed_driver_that_cannot_be_served_can_be_named_as_before(nod
         with unserved(E):
             await here.serve(Listed(A, E), share=share)
         await here.serve(Listed(A, D), share=share)
-        missing = here.agent.register.evidence_missing  # while it is missing, the kubelet may still have the first list
+        missing = here.agent.register.evidence_missing  # until holders are known, the kubelet may have the first list
         await here.until(lambda: not (missing(A, "d0") or missing(A, "d1")))
         await here.until(lambda: offered() == {"d0", "d1"})
         pod = await (here.run("p", {A: 1}) if share == "none" else here.claimant("p"))
@@ -313,7 +313,7 @@ async def test_pods_that_the_kubelet_could_not_list_for_a_while_keep_no_claims_d
 
 
 async def test_a_claim_that_was_allocated_elsewhere_gets_what_it_is_allocated_now(node: FakeNode) -> None:
-    """A claim gets a new device while its former pod hangs on d0: it and d0's next claim wait for that pod's end."""
+    """A claim whose former pod hangs on d0 gets d1 for a new pod; d0's next claim waits until the former pod ends."""
     async with offering(node, Listed(A, D), share="all") as here:
         node.claim("mine", D)
         hanging = await here.claimant("worker", claims=["mine"])

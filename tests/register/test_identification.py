@@ -129,7 +129,7 @@ def test_containers_whose_sticks_have_swapped_start_one_after_the_other() -> Non
 
 
 def test_shared_sticks_that_have_swapped_are_not_shared_with_each_others_holders() -> None:
-    """If two shared devices have swapped numbers, a start is refused while a holder of the other can open the node."""
+    """If shared devices have swapped numbers, a container does not start while the other's holder can open its node."""
     halves = (held("A", at(1, "A", "1-1")), held("B", at(2, "B", "1-2")))
     now = state(*(replace(each, amount=Amount("1/2")) for each in halves))
     why, now = start(now, A=at(2, "A", "1-1"))

@@ -43,7 +43,7 @@ class Known:
     def observed(
         self, held: Iterable[ObservedAllocation | str], at: float, *, current: bool = True, sequence: int | None = None
     ) -> Known:
-        """Record a scan's result. sequence: that of the register when the scan began, by default the present one."""
+        """Record a scan's result. sequence: the register's sequence when it began, or None for the present."""
         ids = {one if isinstance(one, str) else one.device: one for one in held}
         by_id = {name: named(name) if isinstance(one, str) else one for name, one in ids.items()}
         begun = self.store.snapshot.sequence if sequence is None else sequence

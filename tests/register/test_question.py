@@ -43,7 +43,7 @@ VIEW = View(BOOT, {R: D, S: D}, {MEMORY: Fraction(10)})
 
 
 def named(*tokens: str, boot: str = BOOT) -> Identity:
-    """Return an identity with these tokens."""
+    """Return a device's identity with these tokens."""
     return identified(frozenset(tokens), boot)
 
 
@@ -91,7 +91,7 @@ def asked(state: RegisterSnapshot, *wanted: Use, view: View = VIEW, **more: Any)
 
 @pytest.mark.parametrize("tokens", [("n1",), ()], ids=["token", "name"])
 def test_parts_of_one_device_add_up_to_the_whole(tokens: tuple[str, ...]) -> None:
-    """The granted parts of a device add up to at most the whole device, whether found by its name or by a token."""
+    """The granted parts of a device add up to at most the whole device, found by its name or an identity token."""
     half = held(pod("a::0", *tokens, device="a", amount=HALF))
     assert asked(half, use("a::1", *tokens, device="a", amount=HALF)) == ""
     assert asked(half, use("a", *tokens)) == f"a of {R} is held by pod ml/train"
@@ -134,7 +134,7 @@ def test_one_holder_does_not_get_one_thing_twice() -> None:
 
 
 def test_a_name_that_leads_to_another_thing_than_its_holder_got_is_given_to_nobody() -> None:
-    """A held device whose tokens have changed is refused, also to its holder; unknown tokens are not compared."""
+    """A held device whose identity has changed is refused, also to its holder; an unknown identity is not compared."""
     state = held(pod("a", "n1", amount=HALF))
     for wanted in (use("a", "n2"), use("a::1", "n2", device="a", amount=HALF)):
         assert asked(state, wanted) == f"a of {R} is held as n1, and is n2 now"
@@ -161,7 +161,7 @@ def test_a_part_that_is_not_known_may_be_all_of_it(amount: Amount) -> None:
 
 @pytest.mark.parametrize("by", ["record", "amount"])
 def test_access_without_holding_excludes_nobody(by: str) -> None:
-    """Administrative access holds no device and is never refused, even if the device's tokens have changed."""
+    """Administrative access holds no device and is never refused, even if the device's identity has changed."""
     nothing = Amount("0", (("card", "memory", "10"),))
     one = claim("a", "n1", admin=True) if by == "record" else claim("a", "n1", amount=nothing)
     assert asked(held(one), use("a", "n1", amount=takes("10"))) == ""
@@ -206,7 +206,7 @@ def test_own_tells_who_else_does_not_count_and_counted_whose_counters_do() -> No
 
 
 def test_others_and_what_is_offered_beside_count() -> None:
-    """Other drivers' holders count by tokens, a running hook by its device, and uses in `beside` by their parts."""
+    """Other drivers' holders count by identity token, a running hook by its device, uses in `beside` by their parts."""
     hook = Use(("hook", R, "h"), "`reset` is still running on it", (R, "h"), frozenset(), None)
     foreign = Use(("foreign", "x"), "claim ml/nic of x", None, frozenset({"n1"}), None)
     view = View(BOOT, others=(hook, foreign))
@@ -286,7 +286,7 @@ def test_a_pod_counts_where_its_resource_is_served_no_more() -> None:
 
 
 def test_what_is_held_is_found_by_name_token_and_counter() -> None:
-    """Present uses are found by device name, token or counter, except those with administrative access."""
+    """Present uses are found by device name, identity token or counter, except those with administrative access."""
     records = pod("a", "n1", amount=takes("1")), claim("b", "n2"), claim("c", "n3", uid="admin", admin=True)
     state = held(*records)
     for point, keys in (
@@ -323,7 +323,7 @@ ASKED = st.lists(st.tuples(st.sampled_from("abcd"), st.integers(0, 2), st.boolea
 
 
 def total(of: Sequence[Use]) -> dict[object, list[Fraction]]:
-    """Return which parts of each token and device name, and which amounts of each counter, are used."""
+    """Return the used parts of each device, by its name and identity tokens, and the used amounts of each counter."""
     found: dict[object, list[Fraction]] = {}
     for one in of:
         for point in one.points:
@@ -334,7 +334,7 @@ def total(of: Sequence[Use]) -> dict[object, list[Fraction]]:
 
 
 def exceeded(of: Sequence[Use]) -> set[object]:
-    """Return the tokens, names and counters of which more is used than there is."""
+    """Return the identity tokens, device names and counters of which more is used than there is."""
     limits: dict[object, Fraction] = {MEMORY: Fraction(10)}
     return {point for point, each in total(of).items() if len(each) > 1 and sum(each) > limits.get(point, Fraction(1))}
 
@@ -343,7 +343,7 @@ def exceeded(of: Sequence[Use]) -> set[object]:
 def test_whatever_is_granted_in_turn_never_exceeds_the_whole(
     devices: list[Listed], wanted: list[tuple[str, int, bool]]
 ) -> None:
-    """Grants in any order exceed no token, name or counter, and each refused request would have exceeded one."""
+    """Grants in any order use no more of a device or counter than there is; each refused request would use more."""
     listed = {one.name: one for one in devices}
     state, granted = RegisterSnapshot(), dict[tuple[str, ...], Use]()
     for name, number, by_claim in wanted:
@@ -373,7 +373,7 @@ def test_whatever_is_granted_in_turn_never_exceeds_the_whole(
 def test_a_thing_is_refused_to_all_or_to_none_of_its_names(
     holders: list[tuple[str, frozenset[str], str]], tokens: frozenset[str]
 ) -> None:
-    """A request for hardware under any unheld name is refused exactly if a holder has one of its tokens."""
+    """A request for hardware under any unheld name is refused exactly if a holder has one of the hardware's tokens."""
     records = [
         pod(f"{name}::{number}", *sorted(has), device=name, amount=Amount(part))
         for number, (name, has, part) in enumerate(holders)

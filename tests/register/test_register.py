@@ -150,7 +150,7 @@ async def test_counters_that_were_taken_before_a_driver_was_renamed_are_still_ta
 
 
 async def test_a_stick_that_comes_back_is_its_holders_and_its_numbers_are_nobodys() -> None:
-    """If a held USB device comes back with another number, other devices with either number are withheld meanwhile."""
+    """If a held USB device gets another number, other devices with either number are withheld until its holder ends."""
     first, second = "hardware:usb:1:2:A#tty", "hardware:usb:1:2:B#tty"
     here = RegisterInMemory(a=f"{first} char:188:1")
     await here.grant("a")
@@ -339,7 +339,7 @@ async def test_a_holding_of_unknown_identity_is_what_its_device_is_listed_as() -
 
 
 async def test_all_nodes_of_an_answer_are_those_of_its_devices_until_these_are_listed() -> None:
-    """A response for several devices has all their nodes: each device holds all, until a list has its own node."""
+    """All nodes in a response for several devices count for each device, until the list has the device's own node."""
     here = RegisterInMemory(d="n1", e="n2", f="n9")
     unsure = identified(frozenset({"n1", "n2", "n3"}), boot_id(), sure=False)
     await here.named(R, "a", "b", "c", identity=unsure)
@@ -473,7 +473,7 @@ async def test_ids_of_one_thing_are_offered_once() -> None:
 
 
 def test_members_on_two_sides_are_offered_on_neither() -> None:
-    """If two ids of the same hardware are on different sides, neither the plugin nor DRA offers one of them."""
+    """If two ids of the same hardware are on different sides (device plugin and DRA), neither id is offered."""
     here = RegisterInMemory(a="n1", b="n1", c="n2")
     here.side(State.DRA, "b")
     assert here.withheld() == {"a", "b"}

@@ -27,14 +27,14 @@ class Plain(DeviceSource):
         return ContainerEdits({"A": "1"}, ["/dev/c"], [Mount("/a", "/b", readonly=False)], {"x": "y"}, ["v.com/c=d"])
 
     def reset(self, devices: Sequence[Device]) -> None:
-        """Block."""
+        """Block the thread, as a plain function may."""
 
     def prefer(self, available: Sequence[Device], must_include: Sequence[Device], size: int) -> Sequence[Device]:
         """Choose devices."""
         return [*must_include, *available][:size]
 
     def released(self, devices: Sequence[Device]) -> None:
-        """Take note."""
+        """Take note of the released devices."""
 
 
 class Coroutines(DeviceSource):
@@ -71,7 +71,7 @@ def main() -> None:
 
 
 def test(fake_kubelet: FakeKubelet, served: Callable[..., Served]) -> None:
-    """Use the fixtures."""
+    """Use the fixtures `fake_kubelet` and `served`."""
     pod = fake_kubelet.run_pod("p", {"example.com/plain": 1})
     assert_type(pod, FakePod)
     assert_type(pod.device_ids, tuple[str, ...])
