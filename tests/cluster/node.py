@@ -141,7 +141,7 @@ class Component:
         if self.running:
             raise ClusterError(f"{self.name} runs already")
         environment = {key: value for key, value in os.environ.items() if not key.startswith(("KUBE", "CONTAINERD"))}
-        environment.setdefault("GOGC", "400")  # kube-apiserver needs 20 % less CPU and 200 MB more memory
+        environment.setdefault("GOGC", "400")  # kube-apiserver needs less CPU, and some 200 MB more memory
         if self.path:
             environment["PATH"] = f"{self.path}:{environment.get('PATH', '/usr/sbin:/usr/bin:/sbin:/bin')}"
         with open(self.log, "ab") as log:

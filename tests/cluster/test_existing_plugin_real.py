@@ -165,7 +165,7 @@ def test_another_plugin_is_replaced(scene: Scene, answer: str) -> None:
 
 
 def held_from_another_plugin(scene: Scene, gives: str) -> Pod:
-    """Let another plugin give a pod a device under another id, stop it, and serve three devices. Return the pod."""
+    """Let another plugin give a pod a device under another id, then replace the plugin by the agent. Return the pod."""
     scene.nodes("a", 3)
     vendor = Vendor(scene, "a", gives, prefix="gadget-")
     vendor.start()

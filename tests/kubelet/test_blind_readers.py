@@ -237,7 +237,7 @@ def test_a_pod_that_was_hidden_makes_all_others_unknown(node: BlindNode) -> None
 
 @pytest.mark.parametrize("restart", [False, True])
 def test_a_pod_that_was_hidden_stays_so(node: BlindNode, *, restart: bool) -> None:
-    """A pod that the agent could not see gets an empty cgroup that it can see: it holds its device until deleted."""
+    """A pod that the agent could not see gets a visible, empty cgroup: the pod holds its device until deleted."""
     node.add(OTHER, shown := node.tree("shown"), directory=False)
     node.add(UID)
     reader = node.live()

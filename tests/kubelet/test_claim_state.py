@@ -54,7 +54,7 @@ def test_a_kubelet_without_claims_names_none(name: str) -> None:
 
 
 def test_a_missing_file_is_told_from_a_damaged_one(tmp_path: Path) -> None:
-    """A missing claim state, as of a kubelet without DRA, raises ClaimStateMissingError; an unreadable one does not."""
+    """A missing claim state, as of a kubelet without DRA, has an error class of its own; an unreadable one has not."""
     with pytest.raises(ClaimStateMissingError, match=FILE_NAME):
         read(tmp_path)
     (tmp_path / FILE_NAME).mkdir()

@@ -204,7 +204,7 @@ def test_the_adopted_plugins_socket_is_told_though_another_resource_changes() ->
 
 
 def test_the_adopted_plugins_socket_is_waited_for_before_another_is_told() -> None:
-    """The adopted plugin's socket comes after an unknown socket: the report waits, for a limited time, to name it."""
+    """The adopted plugin's socket comes after an unknown socket: the report waits a limited time for the former."""
     first = ("another.sock", FileIdentity(1, 2, int((NOW + 0.5) * 1e9)))
     late = ("theirs.sock", FileIdentity(1, 3, int((NOW + 1.4) * 1e9)))
     watch, sent = ForeignPluginWatch(), [SentList(NOW, OURS)]

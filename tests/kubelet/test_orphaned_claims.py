@@ -39,7 +39,7 @@ OLD = "old.example.com"
 def claim(
     *devices: str, driver: str = D, uid: str = "uid-1", others: tuple[str, ...] = (), kind: str = "claim_"
 ) -> DevicesOfClaim:
-    """Return a claim of the claim state. others: drivers that have not answered. kind: the start of CDI names."""
+    """Return a claim of the kubelet's claim state. others: drivers without an answer. kind: the start of CDI names."""
     prepared = [
         AnsweredDevice(("r",), "node", name, (cdi.qualified(driver, f"{kind}{uid}_r_{name}"),), None)
         for name in devices
@@ -114,7 +114,7 @@ def test_a_claim_of_our_driver_without_a_file_may_hold_any_device_of_its_resourc
 
 
 def test_a_claim_that_we_prepared_and_that_has_no_file_may_hold_any_device(tmp_path: Path) -> None:
-    """A claim that an agent prepared (seen by its CDI names) and without a file may hold any device of any resource."""
+    """If a claim was prepared by an agent (seen by its CDI names), and has no claim file, it may hold any device."""
     drivers = (None, D, OLD)
     for driver in (D, "0.example.com"):
         written.write(tmp_path, [claim("0", driver=driver)])

@@ -166,7 +166,7 @@ class Lister(PodResourcesListerServicer):
 
 
 async def test_a_server_keeps_no_task_for_each_method(tmp_path: Path) -> None:
-    """A gRPC server keeps no task for each method: an agent with 64 resources has over 800, and few are in use."""
+    """A gRPC server keeps no task per method: an agent with 64 resources has over 800 methods, few of them in use."""
     server, address = grpc.aio.server(), unix_address(tmp_path / "s")
     add_PodResourcesListerServicer_to_server(Lister(), methods_by_name(server))  # type: ignore[abstract]
     server.add_insecure_port(address)

@@ -256,7 +256,7 @@ _seen = st.builds(Seen, _identities, *[st.booleans()] * 3, _identities, st.float
 
 @given(_seen)
 def test_rests_only_when_the_kubelet_can_use_it(now: Seen) -> None:
-    """The step is REST only with a live stream of the present kubelet, and REGISTER only with a kubelet and a list."""
+    """The step is REST only with an open stream of the present kubelet, REGISTER only with kubelet and device list."""
     step = next_step(now, 5.0)
     if step is Step.REST:
         assert now.kubelet == now.registered is not None

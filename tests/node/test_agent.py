@@ -565,7 +565,7 @@ async def test_what_a_pod_has_counts_before_its_resource_is_compared(tmp_path: P
 
 @pytest.mark.parametrize("healthy", [True, False])
 async def test_a_holder_is_shown_by_the_process_that_serves_its_resource(tmp_path: Path, *, healthy: bool) -> None:
-    """A pod with a device of a resource that this agent does not serve is shown, unless another process serves it."""
+    """`status` shows the holder of a resource that is not served here, unless another process serves the resource."""
     paths, container = Paths(tmp_path), pb.ContainerAllocateResponse()
     agent = Agent([Named("b", lambda: None, "example.com/b")], paths)
     annotate(container, R, {"a::0": Wanted((R, "a"), UNIDENTIFIED, WHOLE)}, boot_id(), 0.0)

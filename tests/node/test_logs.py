@@ -143,7 +143,7 @@ class Untellable:
 def test_a_librarys_mistake_does_not_cost_the_line(
     format_: Literal["text", "json"], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A record with wrong arguments, or with values without a text, is logged by its message, without a traceback."""
+    """A log record with wrong arguments, or values on which `str` fails, is logged as its plain message."""
     out = io.StringIO()
     logs.setup(format_, "info", out)
     logging.getLogger("x").info("first %d", "x")

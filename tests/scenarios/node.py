@@ -149,7 +149,7 @@ class FaultyNode(Node, Protocol):
 
 
 def wait_for(what: str, condition: Callable[[], bool], timeout: float) -> None:
-    """Check a condition without a notification until it is true; fail after the timeout."""
+    """Check a condition again and again until it is true; fail after the timeout."""
     deadline = time.monotonic() + timeout
     while not condition():
         assert time.monotonic() < deadline, f"waited {timeout} s for {what}"
