@@ -34,13 +34,14 @@ NODE: Final = "node"
 R, D = "example.com/fpga", "fpga.example.com"
 """The resource and the driver of tests that have one of each."""
 SAYS: Final = "DEVICE_"
-"""The prefix of the variable that names a device in its container."""
+"""The prefix of the environment variables that show a container's devices; a device's id follows the prefix."""
 
 
 class Listed(DeviceSource):
     """A source whose devices a test lists, by id or as Device objects; it starts with d0 and d1 if none are given.
 
-    driver: "" for a source without a DRA driver. tokens: whether devices that are listed by id have an identity.
+    driver: "" for a source without a DRA driver. tokens: whether devices that are listed by id have a serial number as
+    their identity.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ def fpgas(count: int, replicas: int = 1) -> Listed:
 
 
 def healthy(node: FakeKubelet, *resources: str) -> set[str]:
-    """Return the ids of the devices that the kubelet has as healthy, of the named resources or of all."""
+    """Return the ids of the devices that are healthy for the kubelet, of the named resources or of all resources."""
     listed = [(name, one) for resource in resources or node.resources() for name, one in node.devices(resource).items()]
     return {name for name, one in listed if one.health == "Healthy"}
 
@@ -85,7 +86,7 @@ def sliced(node: FakeNode, driver: str = "") -> set[str]:
 
 
 class AgentOnNode:
-    """An agent on a node. bridge: None if the agent serves limits only."""
+    """An agent on a node. bridge: None if the agent serves devices by limits only, not by claims."""
 
     resource = R
     driver = D
@@ -151,7 +152,7 @@ class AgentOnNode:
         return {device: wait.text for device, wait in self.waits.items()}
 
     def healthy(self, resource: str = "") -> set[str]:
-        """Return the ids of the devices that the kubelet has as healthy, of one resource or of all."""
+        """Return the ids of the devices that are healthy for the kubelet, of one resource or of all resources."""
         return healthy(self.node, *[resource] * bool(resource))
 
     async def until(self, what: Callable[[], object], timeout: float = PATIENCE) -> None:
@@ -197,7 +198,7 @@ class AgentOnNode:
         await asyncio.to_thread(pod.delete, PATIENCE)
 
     def allocate(self, name: str, driver: str, device: str, *, pod: str = "q", **result: Any) -> DevicesOfClaim:
-        """Make a claim with an allocated device, given by its published name, whatever the slices have."""
+        """Make a claim with an allocated device, given by its published name, even if no slice has the device."""
         made = self.node.server.create(allocated_claim(name, driver, NODE, device, pod, **result))
         return DevicesOfClaim("default", name, made["metadata"]["uid"], {driver: []})
 
@@ -244,7 +245,7 @@ def bridge(
 
 @contextlib.contextmanager
 def fake_node(**options: Any) -> Iterator[FakeNode]:
-    """Run a fake node. Its DeviceClasses: one for resource R, and one for all devices of each driver that tests use."""
+    """Run a fake node. It has a DeviceClass for resource R, and one for all devices of each driver that tests use."""
     with FakeApiServer() as server:
         server.create(class_of_resource(R, D))
         for driver in ("d.example.com", "e.example.com", "gpu.example.com", "other.example.com"):

@@ -14,7 +14,7 @@ from tests.scenarios.quick import hurry
 
 @pytest.fixture
 def node(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNode]:
-    """A node whose agents in this process ask for checkpoints often."""
+    """A fake node; agents in this process often make its kubelet write the checkpoint (which pod has which device)."""
     hurry(monkeypatch.setattr)
     with fake_node() as made:
         yield made

@@ -168,7 +168,7 @@ class FakeFleet:
     """The highest number of nodes whose devices have moved at the same time."""
 
     def agent(self, node: str, *, share: str = "", **options: Any) -> FakeAgent:
-        """Add a node. share: request this share, and wait until the agent has reported it."""
+        """Add a node. share: request so many devices for claims, and wait until the agent has reported it."""
         agent = self.agents[node] = FakeAgent(self.server, node, **options)
         if share:
             agent.ask(dra_share=share)
@@ -421,7 +421,7 @@ def test_manifests_of_an_own_agent_that_writes_to_sysfs(capsys: pytest.CaptureFi
 
 
 def parse_options(arguments: list[str]) -> str | None:
-    """Return the metrics address of an agent's arguments, which are options of `run` only."""
+    """Parse an agent's arguments as options of `run`; return the metrics address in them."""
     parser = argparse.ArgumentParser(exit_on_error=False)
     add_run_options(parser)
     address: str | None = parser.parse_args(arguments).metrics_address
@@ -514,7 +514,10 @@ def test_files_that_the_metrics_need_are_named(file: Path, capsys: pytest.Captur
 
 
 def test_status_tells_devices_and_holders(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
-    """`status` shows side, state, holder and time of each device; the holders by claim come from the API server."""
+    """`status` shows each device's side (plugin or DRA), state, holder and time.
+
+    Holders by claim come from the API server.
+    """
     nodes.agent("n1", count=3, held={"gpu-0": "pod default/p"}, share="all")
     nodes.server.create(allocated_claim("c", D, "n1", "gpu-1", "q"))
     ran = bridge("status", "-o", "json")
@@ -1193,7 +1196,7 @@ def test_bars_do_not_outlive_an_interrupt(nodes: FakeFleet) -> None:
 
 
 def test_share_of_more_devices_than_there_are(nodes: FakeFleet, bridge: Callable[..., Ran]) -> None:
-    """A share above the number of devices is accepted, as devices may be added later, and causes a warning."""
+    """A request for more claims' devices than there are is accepted with a warning, as devices may be added later."""
     nodes.agent("n1", count=3)
     warning = f"warning: n1 has 3 {R}, the share is 99; all go to claims, also later ones"
     assert warning in bridge("migrate", "n1", "--driver", D, "--share", "99").out.splitlines()

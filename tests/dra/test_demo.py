@@ -32,7 +32,7 @@ runpy.run_module("dra_bridge", run_name="__main__")
 
 
 def test_story_is_true_and_the_node_is_served_on(capsys: pytest.CaptureFixture[str]) -> None:
-    """A run of the demo shows both parts in plain text; with --hold it then serves `status` and `migrate`.
+    """The demo prints plain text, without and with the bridge; with --hold it then serves `status` and `migrate`.
 
     SIGTERM ends the demo with status 0. A run takes many seconds, so this one test checks all that it prints.
     """
@@ -107,7 +107,7 @@ def test_the_failure_of_a_pod_fits_on_a_page() -> None:
 
 
 def test_a_harmless_naive_switch_is_not_told_as_harmful(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the naive switch gives no device two holders, the demo ends with 1 and says that it expected two holders."""
+    """If the naive switch gives no device two holders, which the demo expects, it says so and ends with status 1."""
     monkeypatch.setattr(demo, "overlaps", lambda holdings: [])
     out = io.StringIO()
     assert demo.main(stream=out) == 1
@@ -115,7 +115,7 @@ def test_a_harmless_naive_switch_is_not_told_as_harmful(monkeypatch: pytest.Monk
 
 
 def test_a_bridge_that_gives_twice_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If two pods held one device under the bridge, the demo ends with 1 and names them."""
+    """If two pods held one device under the bridge, the demo ends with status 1 and names the pods."""
     held = [
         Holding("gpu-0", f"{side}-{number}", side, number, number + 0.9)
         for side in ("plugin", "claim")
@@ -131,7 +131,7 @@ def test_a_bridge_that_gives_twice_fails(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_what_ends_a_background_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An agent that ends by an error ends the demo with 1 and its error."""
+    """If an agent ends by an error, the demo prints this error and ends with status 1."""
 
     async def broken(_: Bridge) -> None:
         raise OSError("no agent today")

@@ -219,7 +219,10 @@ def test_parts_of_a_device() -> None:
 
 
 def test_what_a_claim_waits_for() -> None:
-    """The message names the first cause: class, slices, selectors, taints, other claims, counters, or constraints."""
+    """A message says why a claim waits.
+
+    It names the first cause: class, slices, selectors, taints, other claims, counters, or constraints.
+    """
 
     def why(wanted: Object, *slices: Object, taken: tuple[Object, ...] = ()) -> str:
         assert given(wanted, *slices, taken=taken) is None

@@ -89,7 +89,7 @@ def test_the_right_to_ask_agents(config: Config) -> None:
 
 
 def test_config_travels_as_it_is(config: Config) -> None:
-    """The ConfigMap has the file's own text, comments and all, and can be read back."""
+    """The ConfigMap has the config file's text unchanged, with its comments; the printed YAML has all objects."""
     objects = manifests(config, TEXT, Deployment(namespace="gpus"))
     assert list(yaml.safe_load_all(to_yaml(objects))) == objects
     (config_map,) = of_kind(objects, "ConfigMap")

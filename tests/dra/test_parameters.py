@@ -53,7 +53,7 @@ def checks(file: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
 
 
 def test_each_driver_by_its_sources(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The parameters of a driver are those of all its sources; with unknown child sources, any are accepted."""
+    """The parameters of a driver are those of all its sources; with unknown child sources, all parameters pass."""
     file = tmp_path / "agent.py"
     file.write_text(SOURCES)
     found = checks(file, capsys)

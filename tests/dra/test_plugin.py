@@ -50,7 +50,7 @@ class Fpga(DeviceSource):
 
 
 def test_a_claim_gets_a_device(fake_node: FakeNode, bridged: Bridged) -> None:
-    """A pod with a claim runs with its device and the hooks' edits; after its end the claim is unprepared."""
+    """A pod with a claim gets its device and the hooks' container edits; later the claim is unprepared."""
     source = Fpga()
     bridged(source, share="all")
     pod = fake_node.start_pod("p", template={D: 1}).wait_running()
@@ -65,7 +65,7 @@ def test_a_claim_gets_a_device(fake_node: FakeNode, bridged: Bridged) -> None:
 
 
 def test_a_claim_has_parameters(fake_node: FakeNode, bridged: Bridged) -> None:
-    """The parameters of a claim are the config of `prepare`."""
+    """The source's hook `prepare` gets a claim's parameters as its argument `config`."""
     bridged(Fpga(), share="all")
     fake_node.claim("fast", D, parameters={D: {"mode": "fast"}})
     pod = fake_node.start_pod("p", claims=["fast"]).wait_running()
@@ -73,7 +73,10 @@ def test_a_claim_has_parameters(fake_node: FakeNode, bridged: Bridged) -> None:
 
 
 def test_devices_are_shared_out(fake_node: FakeNode, bridged: Bridged) -> None:
-    """When `bridged` returns, the requested number of devices is for claims; limits and claims give the same edits."""
+    """When `bridged` returns, the requested number of devices is for claims.
+
+    Limits and claims give the same container edits.
+    """
     bridged(Fpga(), share=1)
     assert fake_node.allocatable(R) == 1
     by_limits = fake_node.run_pod("limits", {R: 1})
@@ -197,7 +200,7 @@ def test_a_driver_whose_slices_cannot_be_made_harms_no_other(
 
         async def watch(self) -> AsyncIterator[Sequence[Device]]:
             device = Device("odd0", attributes=attributes)
-            attributes[1] = 1  # after the constructor's check
+            attributes[1] = 1  # the constructor of `Device` has already checked the attributes
             yield [device]
 
     bridged(Odd(), Fpga(), share="all", timeout=None)

@@ -42,7 +42,7 @@ from tests.fleet.workers import PERIOD, fleet
 SIZES: Final = (50, 100, 200)
 LARGE: Final = 15_000
 REST: Final = 360.0
-"""Seconds for which a fleet at rest is observed: about the life of a watch."""
+"""Seconds for which a fleet without changes is observed: about as long as the API server keeps a watch open."""
 
 
 def total(requests: Counts) -> float:
@@ -95,7 +95,7 @@ OURS: Final = ("dra-bridge",)
 
 
 def page_of_growth(sizes: Sequence[Size]) -> str:
-    """Return the section about a growing fleet."""
+    """Return the section of docs/scale.md about a growing fleet."""
     head = (
         "agents",
         "open watches",
@@ -145,7 +145,7 @@ def page_of_growth(sizes: Sequence[Size]) -> str:
 
 
 def page_of_restart(one: Restart) -> str:
-    """Return the section about a restart of the API server."""
+    """Return the section of docs/scale.md about a restart of the API server."""
     rows = [
         ("agents", one.nodes),
         ("lists", one.lists),
@@ -171,7 +171,7 @@ def _by_schema(numbers: dict[str, int]) -> str:
 
 
 def page_of_peers(ours: Size, others: Peers | None) -> str:
-    """Return the section about the Go example driver."""
+    """Return the section of docs/scale.md about the Go example driver."""
     if others is None:
         return "It was not measured: this machine has no program of it (`PEER_PROGRAMS`).\n"
     rows = [
@@ -196,7 +196,7 @@ def limits_of_peers(ours: Size, others: Peers) -> list[Limit]:
 
 
 def page_of_extrapolation(sizes: Sequence[Size], restart: Restart) -> str:
-    """Return the section about fleets that were not measured."""
+    """Return the section of docs/scale.md about fleets that were not measured."""
     last = sizes[-1]
     seconds = max(restart.seconds, 1.0)
     requests = total(restart.requests) * LARGE
@@ -225,7 +225,7 @@ def limits_of_rest(ours: Rest, others: Peers | None) -> list[Limit]:
 
 
 def page_of_rest(ours: Rest, others: Peers | None) -> str:
-    """Return the section about a fleet at rest (while nothing changes)."""
+    """Return the section of docs/scale.md about a fleet at rest (while nothing changes)."""
     rows: list[tuple[object, ...]] = [
         ("agent", ours.nodes, ours.a_minute, in_words(ours.requests), ours.watches),
     ]
@@ -258,11 +258,11 @@ KINDS: Final[dict[str, tuple[str, ...]]] = {
     "reads of one object": ("get",),
     "writes": ("",),
 }
-"""Kinds of requests other than watches, with the beginnings of a request's verb and resource."""
+"""Kinds of requests other than watches; a request is of the first kind with which its verb and resource begin."""
 
 
 def rest(options: argparse.Namespace) -> list[Limit]:
-    """Observe a fleet while nothing changes, until each watch was reopened once, and Go drivers beside it."""
+    """Observe a fleet and Go example drivers while nothing changes, after each watch was reopened once."""
     with control_plane() as plane, fleet(plane, options.processes) as nodes:
         measured = parts.Measured(plane, nodes)
         measured.grow(options.agents)
@@ -274,7 +274,7 @@ def rest(options: argparse.Namespace) -> list[Limit]:
 
 
 def growth(options: argparse.Namespace) -> list[Limit]:
-    """Measure a growing fleet, a restart of its API server, and Go drivers beside it."""
+    """Measure a growing fleet, a restart of its API server, and Go example drivers beside the agents."""
     with control_plane() as plane, fleet(plane, options.processes) as nodes:
         measured = parts.Measured(plane, nodes)
         sizes = parts.growth(measured, options.sizes, options.rest)
@@ -297,7 +297,7 @@ def growth(options: argparse.Namespace) -> list[Limit]:
 
 
 def page_of_commands(count: int, found: Sequence[Command], scan: tuple[int, float, int]) -> str:
-    """Return the section about the commands `status` and `rollout`."""
+    """Return the section of docs/scale.md about the commands `status` and `rollout`."""
     head = ("command", "s to its first line", "its CPU until then", "s", "MB", "lines", "requests", "of them")
     rows = [
         (one.name, one.first, one.cpu, one.seconds, one.mb, one.lines, total(one.requests), in_words(one.requests))

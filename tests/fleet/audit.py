@@ -69,14 +69,14 @@ class Log:
 
 
 def request_of(event: dict[str, Any]) -> Request:
-    """Return the request that an event of the log is about."""
+    """Return the request to the API server that an event of the audit log describes."""
     subject = event.get("objectRef") or {}
     parts = (subject.get("resource", ""), subject.get("subresource", ""))
     what = "/".join(part for part in parts if part) or event["requestURI"].partition("?")[0]
     extra = event["user"].get("extra") or {}
     return Request(
         datetime.fromisoformat(event["requestReceivedTimestamp"]).timestamp(),
-        event["user"].get("username", ""),  # A request without valid credentials has none.
+        event["user"].get("username", ""),  # A request without valid credentials has no user name.
         (extra.get(NODE) or [""])[0],
         event["verb"],
         what,

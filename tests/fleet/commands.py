@@ -81,7 +81,7 @@ class Wanted(NamedTuple):
 
     @property
     def sliced(self) -> bool:
-        """Whether the agent publishes a slice."""
+        """Whether the agent publishes a slice, because it has devices for claims or because one is requested."""
         return self.pool or self.share not in ("", "none")
 
 
@@ -191,7 +191,7 @@ def operator(plane: ControlPlane) -> Path:
 class Peak:
     """The most memory of a process. It reads the kernel's high-water mark while the process runs.
 
-    The process's `ru_maxrss` would not do: it counts what this program had resident when it started the process.
+    The process's `ru_maxrss` is not used: it also counts the memory that this program had when it started the process.
     """
 
     def __init__(self, pid: int) -> None:

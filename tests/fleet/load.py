@@ -35,7 +35,7 @@ LIFE: Final = 30.0
 MOST: Final = 5.0
 """The maximum number of short pods that start in a second."""
 BUSY: Final = 0.75
-"""Part of the devices not taken by long-running pods that the short pods have at once."""
+"""The part of the devices without a long-running pod that short pods use at the same time."""
 TIMEOUT: Final = 600.0
 
 
@@ -86,7 +86,7 @@ class Pods:
             worker.order("follow_pods", namespace=NAMESPACE).result(60)
 
     def create(self, name: str, *, claim: bool) -> None:
-        """Create a pod that wants a device."""
+        """Create a pod that requests a device, by a claim or by limits."""
         container: dict[str, Any] = {"name": "main", "image": "none"}
         spec: dict[str, Any] = {"containers": [container], "automountServiceAccountToken": False}
         if claim:
@@ -103,7 +103,7 @@ class Pods:
         self._api.delete("Pod", name, NAMESPACE, "v1")
 
     def found(self) -> dict[str, Any]:
-        """Return the results about pods of the kubelets of all processes."""
+        """Return what the kubelets of all processes found: pods that ran, why pods failed, and overlaps of devices."""
         found: dict[str, Any] = {"ran": {}, "failed": [], "overlaps": []}
         for worker in self._fleet.workers:
             more = worker.order("pods_found").result(120)
@@ -113,7 +113,7 @@ class Pods:
         return found
 
     def wait(self, names: Sequence[str]) -> None:
-        """Wait until pods have run."""
+        """Wait until the pods with these names have run."""
         wait_for(lambda: self.found()["ran"].keys() >= set(names), TIMEOUT, f"{len(names)} pods run")
 
     def wait_none(self, begin: str = "") -> None:
@@ -195,7 +195,7 @@ def _short(pods: Pods, name: str, rate: float, seconds: float, claims: Iterator[
 
 
 def rollout(kubeconfig: Path, measured: Measured, nodes: Sequence[str]) -> int:
-    """Make one device of each node one for claims, by `rollout`; return the number of devices that have moved.
+    """Move one device of each of these nodes to DRA by the command `rollout`; return how many devices have moved.
 
     The rollout goes on with the next node if pods hold a node's devices.
     """
@@ -233,7 +233,7 @@ def measure(measured: Measured, seconds: float) -> list[Load]:
 
 
 def limits(found: Sequence[Load]) -> list[Limit]:
-    """Return the limits of loads. A load with a rollout has none for requests and for pods that never ran."""
+    """Return the limits of loads. A load with a rollout has no limits for requests and for pods that never ran."""
     every: list[Limit] = []
     for one in found:
         every.append(Limit(f"load by {one.name}: pods that failed", len(one.failed), 0))

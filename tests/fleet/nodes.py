@@ -54,17 +54,17 @@ class Server:
         self._node = node
         self._claims: dict[tuple[str, str], Object] = {}
         self._real: set[tuple[str, str]] = set()
-        """Claims that the real scheduler allocates and the real controller releases."""
+        """Namespace and name of the claims that the real scheduler allocates and the real controller releases."""
         self._classes: list[Object] = []
         self._changed = threading.Condition()
 
     def wake(self) -> None:
-        """Let the scheduler look for pods."""
+        """Let the embedded scheduler look for pods."""
         with self._changed:
             self._changed.notify_all()
 
     def wait_changed(self, seen: int, timeout: float) -> int:
-        """Wait for pods, at least 1 s, after which the scheduler looks for free devices again."""
+        """Wait until a pod comes, or for at least 1 s: then the scheduler looks for free devices again."""
         with self._changed:
             self._changed.wait(max(timeout, 1.0))
         return seen + 1
@@ -93,7 +93,7 @@ class Server:
             raise KeyError(name) from error
         for numbers in (node["status"].get("capacity") or {}, node["status"].get("allocatable") or {}):
             for name in OF_KUBELETS & numbers.keys():
-                del numbers[name]  # The embedded kubelet has devices only, and would remove the other resources.
+                del numbers[name]  # The embedded kubelet would remove these resources from the Node.
         return node
 
     def create(self, body: Object) -> Object:

@@ -31,7 +31,7 @@ Counts = dict[str, float]
 
 
 def at_rest(request: Request) -> bool:
-    """Return whether agents make such a request even if nothing changes: a watch, or a read of the served versions."""
+    """Return whether agents make this request even if nothing changes: a watch, or a read of the API versions."""
     return request.verb == "watch" or request.what.startswith("/apis")
 
 
@@ -141,7 +141,7 @@ class Measured:
     def watching(self, since: float, seconds: float) -> dict[str, list[float]]:
         """Wait until each agent has opened WATCHES watches since a time (in Unix seconds), for `seconds` at most.
 
-        Return the times by node.
+        Return, by node, the times at which its watches were opened.
         """
 
         def opened() -> dict[str, list[float]]:
@@ -156,7 +156,7 @@ class Measured:
         return opened()
 
     def grow(self, count: int, **options: Any) -> list[str]:
-        """Start nodes until there are `count`; return the new ones. options: of `Nodes.start`."""
+        """Start nodes until there are `count`; return the new ones. options: passed to `Nodes.start`."""
         names = names_of(count)[len(self.fleet.names) :]
         self.plane.add_nodes(names)
         self.fleet.start(names, INTERVAL, **options)
@@ -249,7 +249,7 @@ class Measured:
         return any(device.holder for one in report.resources.values() for device in one.devices.values())
 
     def lists_of(self, node: str) -> dict[str, int]:
-        """Return the bytes of each list at the begin of an agent's watches, as the API server sends them."""
+        """Return, for each list with which an agent's watches begin, how many bytes the API server sends."""
         slices = "/apis/resource.k8s.io/v1/resourceslices"
         leases = f"/apis/coordination.k8s.io/v1/namespaces/{NAMESPACE}/leases"
         lists = {

@@ -57,8 +57,8 @@ class Usage(NamedTuple):
 class ControlPlane(Cluster):
     """etcd and the API server, with default priority and fairness, RBAC and the policies of the manifests.
 
-    etcd sends its progress every 5 s, as kubeadm configures it. There are no controllers, unless `start_scheduling`
-    starts some. Agents need a controller only for the Lease of a deleted Node, and no run deletes Nodes.
+    etcd sends its progress every 5 s, as kubeadm configures it. No controllers run, unless `start_scheduling` starts
+    some. Agents need a controller only for the Lease of a deleted Node, and no run deletes Nodes.
     """
 
     def __init__(self, version: str | None = None) -> None:
@@ -161,7 +161,7 @@ class ControlPlane(Cluster):
         return found
 
     def flows(self) -> Flows:
-        """Return the numbers of API priority and fairness so far."""
+        """Return how many requests API priority and fairness has dispatched, rejected and queued so far."""
         dispatched, rejected, refused, waited = (
             "apiserver_flowcontrol_dispatched_requests_total",
             "apiserver_flowcontrol_rejected_requests_total",

@@ -20,7 +20,7 @@ def event(number: int, verb: str, stage: str = "ResponseComplete", second: float
 
 
 def test_a_watch_counts_once_when_it_begins(tmp_path: Path) -> None:
-    """Each call returns the new requests; a watch counts once, at its begin, and an unfinished line counts later."""
+    """Each call of `more` returns new requests; a watch counts once, at its begin; an unfinished line counts later."""
     path = tmp_path / "audit.log"
     log = Log(path)
     path.write_text(event(1, "get") + event(2, "watch", "ResponseStarted") + event(3, "list")[:20])

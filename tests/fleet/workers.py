@@ -19,7 +19,7 @@ from tests.programs import image_environment
 PERIOD: Final = 10.0
 """Seconds between two reads of a node's files by its agent. The agent's own value is 2.
 
-These reads make no requests to the API server, and two cores are too slow for them on hundreds of nodes.
+These reads make no requests to the API server. With hundreds of nodes, two cores are too slow for a read every 2 s.
 """
 
 

@@ -79,7 +79,7 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_kinds_with_pods_are_converted(kind: str) -> None:
-    """Each kind of the API with a pod template gets a ResourceClaimTemplate, and claims in place of limits."""
+    """Objects of each API kind with a pod template get a ResourceClaimTemplate, and claims in place of limits."""
     template, body = result(workload(kind, KINDS[kind], container("a", 2)))
     assert template["spec"]["spec"]["devices"]["requests"] == [
         {"name": "devices", "exactly": {"deviceClassName": CLASS, "count": 2}}
@@ -97,7 +97,7 @@ def test_kinds_of_others_pass() -> None:
 
 
 def test_custom_resources_are_converted_by_path() -> None:
-    """A path leads through lists and maps to pod templates or pod specs of custom resources."""
+    """A path through lists and maps names the pod templates or pod specs in custom resources, which are converted."""
     ray: dict[str, Any] = {
         "apiVersion": "ray.io/v1",
         "kind": "RayCluster",
@@ -246,7 +246,7 @@ def test_what_is_refused_or_different_is_said(case: str) -> None:
 
 
 def test_nothing_is_said_where_all_is_well() -> None:
-    """Where no priority, quota or autoscaler concerns the pods, the only remark is a note; without limits none."""
+    """If no priority, quota or autoscaler concerns the pods, the only remark is a note; without limits there's none."""
     patient = {
         "apiVersion": "scheduling.k8s.io/v1",
         "kind": "PriorityClass",

@@ -1,4 +1,4 @@
-"""docs/manifests.md, command by command."""
+"""The commands on the page docs/manifests.md are run, and their output is compared with the page."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def objects(text: str) -> Iterator[dict[str, Any]]:
 
 
 def claimed(text: str) -> list[tuple[str, int]]:
-    """Return the name of each container with a claim of `convert`, and how many devices the claim's template has."""
+    """Return the name of each container that got a claim, and the number of devices in the claim's template."""
     bodies = list(objects(text))
     counts = {
         one["metadata"]["name"]: one["spec"]["spec"]["devices"]["requests"][0]["exactly"]["count"]
@@ -88,7 +88,7 @@ def test_what_is_converted_stays(manifest: Manifest) -> None:
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(manifests())
 def test_lines_stay(manifest: Manifest) -> None:
-    """Each line of the input is in the output, in its order, as it was or as a comment."""
+    """Each line of the input is in the output of `convert`, in the same order, unchanged or as a comment."""
     (text,) = converted(manifest.text).texts
     rest = iter(text.removeprefix("\ufeff").split("\n"))
     for line in manifest.text.removeprefix("\ufeff").split("\n"):
@@ -132,7 +132,7 @@ PIECES = st.sampled_from([*SIGNS, *WORDS, *RARE])
 )
 @example("apiVersion: v1\nkind: Pod\nspec:\n  containers:\n  - resources: {limits: &a {nvidia.com/gpu: 1}}\n  x: *a")
 def test_any_text_goes_through(text: str) -> None:
-    """Any text is processed without an error, can be reversed, and is unchanged if it has no pods to convert."""
+    """`convert` takes any text, and changes none without pods to convert; `reverse` gives the same before and after."""
     done = converted(text)
     assert back(done.texts[0]) == back(text)
     if not done.pods:
@@ -155,7 +155,7 @@ UNWRITABLE = {
 
 @pytest.mark.parametrize("text", UNWRITABLE.values(), ids=UNWRITABLE.keys())
 def test_what_cannot_be_changed_in_place_stays(text: str) -> None:
-    """A text that cannot be edited in place is refused with its place, and printed unchanged."""
+    """A manifest that `convert` cannot edit in place is refused with the pod's name, and printed unchanged."""
     done = converted(text)
     assert done.texts == [text]
     (remark,) = [one for one in done.remarks if one.kind.level is Level.REFUSED]

@@ -117,7 +117,7 @@ def resource_lines(draw: st.DrawFn, indent: str, count: int) -> str:
 
 @st.composite
 def manifests(draw: st.DrawFn) -> Manifest:
-    """A stream with some objects."""
+    """A YAML stream of a few objects; the containers of its pods may request GPUs."""
     text, wanted = "", []
     for number in range(draw(st.integers(1, 3))):
         if draw(st.booleans()):

@@ -163,7 +163,7 @@ class ServedDriver:
 
     @property
     def own(self) -> dict[str, ClaimFile]:
-        """The file that the agent keeps of each claim, apart from the CDI file, by the claim's UID."""
+        """The file that the agent keeps about each claim beside the claim's CDI file, by the claim's UID."""
         return {file.uid: file for file in claim_files.read_all(own_directory(str(self.cdi)))}
 
     def edits(self, *ids: str) -> list[dict[str, Any]]:
@@ -191,7 +191,7 @@ class ServedDriver:
 
 
 class _Listed(RegisterHost):
-    """Shows the register the devices of a source with a hook `released`; devices of other sources have no identity."""
+    """The host of a Register: it knows the devices of one source, if that source has a hook `released`."""
 
     def __init__(self, source: DeviceSource, inventory: Inventory) -> None:
         if "released" in source.hooks:

@@ -60,7 +60,7 @@ def test_the_version_is_as_low_as_the_content_allows(name: str, nodes: list[Devi
 
 
 def test_a_symbolic_link_is_resolved_and_stays_the_containers_name(tmp_path: Path) -> None:
-    """A link to a node is resolved for `hostPath` (containerd#12060), and `path` keeps the link's name."""
+    """A link to a device node is resolved for `hostPath` (containerd#12060), and `path` keeps the link's name."""
     link = tmp_path / "by-id"
     link.symlink_to("/dev/zero")
     spec = claim_files.build(DRIVER, {"a": ContainerEdits(nodes=[DeviceNode(str(link), permissions="mr")])})
@@ -91,7 +91,7 @@ def test_a_node_has_the_numbers_of_when_it_was_prepared(
 
 
 def test_a_directory_stands_for_the_nodes_in_it(tmp_path: Path) -> None:
-    """A directory in the edits stands for all device nodes below it; other files in the directory are left out."""
+    """A directory in container edits stands for all device nodes below it; other files in it are left out."""
     (tmp_path / "sub").mkdir()
     os.mkfifo(tmp_path / "sub" / "pipe")
     (tmp_path / "file").write_text("")
@@ -117,7 +117,7 @@ def test_a_directory_stands_for_the_nodes_in_it(tmp_path: Path) -> None:
     ],
 )
 def test_what_a_runtime_would_refuse_is_refused_with_a_reason(devices: dict[str, ContainerEdits], message: str) -> None:
-    """Edits that would make a CDI runtime refuse the file, and so all devices of its vendor, are an error."""
+    """Container edits that make a CDI runtime refuse the file, and so all devices of its vendor, are an error."""
     with pytest.raises(CdiError, match=message):
         claim_files.build(DRIVER, devices)
 
@@ -153,7 +153,10 @@ def test_a_file_appears_whole_and_is_written_only_when_it_differs(tmp_path: Path
 
 
 def test_other_drivers_files_and_strange_names_are_left_alone(tmp_path: Path) -> None:
-    """The list of a driver's CDI files has no other driver's files and no strange names; it removes only own drafts."""
+    """A driver lists only its own CDI files with valid names.
+
+    While it lists them, it removes its drafts and no other file.
+    """
     names = ["nvidia.com-gpu.json", "fpga.example.com-claim_..json", "other.example.com-claim_x.json"]
     for name in (*names, f".fpga.example.com-claim_{UID}.4711"):
         (tmp_path / name).write_text("not JSON")
@@ -179,7 +182,7 @@ def test_a_file_that_is_being_written_is_no_leftover(tmp_path: Path, monkeypatch
 
 
 def test_a_link_in_the_place_of_a_draft_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The name of a draft cannot be guessed; a link of that name is an error, and its target stays as it is."""
+    """The name of a draft is random; a link of that name makes the write fail, and the link's target stays as it is."""
     store, target = CdiStore(DRIVER, str(tmp_path / "cdi")), tmp_path / "target"
     target.write_text("precious")
     drafts: list[str] = []
@@ -238,7 +241,7 @@ names = st.text(min_size=1, max_size=5)
 def test_any_edits_become_a_valid_spec_or_an_error(
     name: str, env: dict[str, str], nodes: list[str], paths: list[tuple[str, str]]
 ) -> None:
-    """Any edits become a spec with a valid name, variables, permissions and absolute paths, or an error."""
+    """Any container edits give a CDI spec with a valid name, variables, permissions and absolute paths, or an error."""
     edits = ContainerEdits(env, nodes, [Mount(f"/{host}", f"/{inside}") for host, inside in paths])
     try:
         spec = json.loads(claim_files.encode(claim_files.build(DRIVER, {name: edits})))

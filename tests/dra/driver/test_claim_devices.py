@@ -60,7 +60,7 @@ def granted(device: Device, *, admin: bool = False, parameters: str = "", **resu
     ],
 )
 def test_the_part_of_a_shared_device(device: str, consumed: Any, part: str) -> None:
-    """A claim's part of a device is its shares divided by the device's shares; without known shares it is unknown."""
+    """A claim's part of a device is the claim's shares divided by the device's; it is unknown if the shares are."""
     assert granted(Device(device), shareID="s", consumedCapacity=consumed).amount == Amount(part)
 
 
@@ -82,7 +82,7 @@ def test_a_partition_takes_counters() -> None:
 
 
 def test_parameters_are_compared_as_text() -> None:
-    """Equal parameters give the same text, whatever the order of their fields; without a hook `prepare` it is empty."""
+    """Equal parameters give the same text in any order of their fields; without a hook `prepare` the text is empty."""
 
     class Tuned(Shared):
         def prepare(self, devices: Sequence[Device], config: Any) -> None: ...

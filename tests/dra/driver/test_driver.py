@@ -112,7 +112,7 @@ async def hooked(serve: Serve, source: Hooked) -> ServedDriver:
 
 
 async def test_a_claim_gets_its_device_and_is_recorded(here: ServedDriver) -> None:
-    """The answer to Prepare names request, pool, device and a CDI device with the edits that the plugin would give."""
+    """Prepare returns request, pool, device and a CDI device with the container edits that the plugin would give."""
     here.claims.add(claim("1", result("d0")))
     answer = await here.prepared("1")
     (device,) = answer.devices
@@ -170,7 +170,7 @@ async def test_subrequests_are_stripped_and_shares_named(here: ServedDriver) -> 
 
 
 async def test_administrative_access_holds_nothing(here: ServedDriver) -> None:
-    """A claim with adminAccess to a device that is for limits gets the device's edits, and does not hold the device."""
+    """A claim with adminAccess to a device for limits gets the device's container edits without holding the device."""
     await here.async_ledger.do(adopt(R, ["p"], Side.PLUGIN, T0))
     here.inventory.publish([*here.inventory.snapshot.devices.values(), Device("p", nodes=["/dev/zero"])])
     here.claims.add(claim("1", result("p", adminAccess=True)))
@@ -214,7 +214,7 @@ async def test_administrative_access_does_not_undo_what_is_set_up_for_another_cl
 
 
 async def test_devices_without_edits_need_no_file(serve: Serve) -> None:
-    """A device without edits has no CDI device and no CDI file, as CDI refuses empty devices."""
+    """A device without container edits has no CDI device and no CDI file, because CDI refuses empty devices."""
     here = await serve(devices=[Device("d0")])
     here.claims.add(claim("1", result("d0")))
     assert (await here.prepared("1")).devices[0].cdi_ids == ()
@@ -222,7 +222,7 @@ async def test_devices_without_edits_need_no_file(serve: Serve) -> None:
 
 
 class Hooked(Plain):
-    """A source with every hook; notes each call. fails: the names of hooks that raise an error."""
+    """A source that has every hook and notes the hooks' calls. fails: the names of hooks that raise an error."""
 
     config_type = Params
 
@@ -313,7 +313,7 @@ async def test_a_device_that_another_claim_shares_is_not_reset(hooked: ServedDri
 async def test_a_shared_device_is_unprepared_when_its_last_claim_ends(
     hooked: ServedDriver, source: Hooked, how: str
 ) -> None:
-    """A shared device stays set up until its last claim ends; a claim's other device is unprepared with that claim."""
+    """A shared device is unprepared when its last claim ends; a device of one claim only, when that claim ends."""
     hooked.claims.add(claim("1", result("d0", shareID="x"), result("d1", "own")), claim("2", result("d0", shareID="y")))
     await hooked.prepared("1")
     if how == "one fails":
@@ -387,7 +387,7 @@ async def test_parameters_that_set_nothing_up_are_each_claims_own(serve: Serve) 
 
 @pytest.mark.parametrize("hook", ["reset", "prepare", "unprepare"])
 async def test_a_hook_that_works_on_after_its_timeout_has_the_device_to_itself(serve: Serve, hook: str) -> None:
-    """A hook runs on after its timeout: until it ends, calls for its device are refused, and no other hook runs."""
+    """If a hook runs beyond its timeout, calls for its device are refused and no other hook runs until it ends."""
     over = threading.Event()
     working: list[str] = []
 
@@ -767,7 +767,7 @@ async def test_a_prepare_waits_for_a_file_that_is_being_removed(
 async def test_a_claim_is_not_prepared_while_its_record_goes(
     here: ServedDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An Unprepare past its deadline, as the disk hangs, keeps its claim locked; later a Prepare succeeds."""
+    """If the disk hangs, an Unprepare past its deadline keeps its claim locked; later a Prepare succeeds."""
     monkeypatch.setattr(looks, "PROMPT", 0.001)
     await here.give("1", "d0")
     here = await here.again(deadline=0.1)
@@ -900,7 +900,7 @@ async def test_claims_that_went_away_while_the_agent_was_down_are_unprepared(
     assert await after.driver.reconciler.reconcile((), ENDED) == {"unknown": ["1", "2"]}
     hooked.claims.broken = None
     for named, pods in (
-        ({"1"}, ENDED),  # the kubelet counts it as prepared, and will unprepare it
+        ({"1"}, ENDED),  # the kubelet counts the claim as prepared, and will unprepare it
         (set[str](), PodProcesses(frozenset({"pod-uid"}))),  # the claim's finalizer was removed while its pod runs
         (set[str](), PodProcesses(None, frozenset({"pod-uid"}))),
         (set[str](), PodProcesses()),  # it is not known whether the claim's pod runs
@@ -914,7 +914,7 @@ async def test_claims_that_went_away_while_the_agent_was_down_are_unprepared(
 async def test_a_prepare_that_a_crash_cut_short_can_be_undone_and_done_again(
     hooked: ServedDriver, source: Hooked
 ) -> None:
-    """A claim reserved durably before a crash can be unprepared or prepared again (nvidia k8s-dra-driver-gpu#840)."""
+    """A claim reserved on disk before a crash can be unprepared or prepared again (nvidia k8s-dra-driver-gpu#840)."""
     for uid, device in (("1", "d0"), ("2", "d1")):
         hooked.claims.add(claim(uid, result(device)))
         started = Claim(D, uid, "default", f"claim-{uid}", (ClaimDevice(R, device),), None, T0)
@@ -973,7 +973,10 @@ async def test_each_claim_has_a_file_of_its_own(hooked: ServedDriver) -> None:
 async def test_a_claims_file_is_there_before_its_answer(
     hooks: bool, serve: Serve, source: Hooked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With hooks, a claim's file is written before its ledger record, else after; if that fails, Prepare fails."""
+    """A claim's file is written before its ledger record if the source has hooks, else after it.
+
+    Prepare fails if this write fails.
+    """
     here = await serve(source if hooks else None)
     seen: list[list[str]] = []
     prepare = operations.prepare
@@ -1053,7 +1056,7 @@ async def test_a_claims_file_has_what_is_learned_later(here: ServedDriver) -> No
 async def test_an_own_file_that_vanishes_is_written_again_at_once(
     here: ServedDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If the agent's file of a claim is removed, it is restored at once; so is that of a claim without edits."""
+    """If the agent's file of a claim is removed, it is restored at once, also for a claim without container edits."""
     monkeypatch.setattr("dra_bridge.driver.claim_files.CHECK", 0.01)
     await here.async_ledger.do(adopt(R, ["bare"], Side.DRA, T0))
     here.inventory.publish([*here.inventory.snapshot.devices.values(), Device("bare")])
@@ -1091,7 +1094,7 @@ SHARE: dict[str, Any] = {"shareID": "s", "consumedCapacity": {"shares": "1"}}
 
 
 async def test_a_claim_whose_file_is_lost_shares_with_nobody(serve: Serve) -> None:
-    """If ledger record and file of a claim are lost, it gets the whole device: its CDI file does not show its part."""
+    """A claim whose record and file are lost counts with the whole device, as its CDI file does not show its part."""
     here = await serve(Halves())
     here.claims.add(claim("1", result("d0", **SHARE)), claim("2", result("d0", **{**SHARE, "shareID": "t"})))
     await here.prepared("1")
@@ -1182,7 +1185,7 @@ async def test_the_kubelets_claim_state_is_evidence(here: ServedDriver) -> None:
 
 
 async def test_two_resources_of_one_driver_and_two_drivers_share_a_ledger(here: ServedDriver) -> None:
-    """If two resources of a driver have a device d0, a claim can get both by qualified names; one ledger has both."""
+    """If two resources of a driver have a device d0 each, a claim can get both devices by names with a prefix."""
 
     class Other(Plain):
         resource = "example.com/nic"
@@ -1260,7 +1263,7 @@ def server() -> Iterator[FakeApiServer]:
 
 FOREIGN: dict[str, Any] = {"driver": "other.example.com", "pool": "p", "device": "x", "conditions": []}
 MINE: dict[str, Any] = {"driver": D, "pool": NODE, "device": "d0", "conditions": []}
-"""Device entries in a claim's status."""
+"""Entries of this driver and of another driver in the devices of a claim's status."""
 
 
 @pytest.fixture
@@ -1373,7 +1376,7 @@ def mostly(good: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 
 
 def fields(optional: Mapping[str, Any] | None = None, **each: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    """Return a strategy for objects with these fields; the value of each field is mostly valid."""
+    """Return a hypothesis strategy for objects with these fields, whose values are mostly valid."""
     required: dict[str, Any] = {name: mostly(good) for name, good in each.items()}
     return st.fixed_dictionaries(required, optional=optional or {})
 
@@ -1474,7 +1477,7 @@ class NotYet(DriverHost):
 async def test_why_a_device_is_not_given_yet(
     serve: Serve, *, ready: bool, bypassed: bool, reason: str, text: str
 ) -> None:
-    """A claim is refused just after the agent's start, or while the kubelet has another plugin for its resource."""
+    """A claim is refused just after the agent's start, or while another plugin serves the device's resource."""
     here = await serve(host=NotYet(ready=ready, bypassed=bypassed))
     here.claims.add(claim("1", result("d0")))
     error = await here.refusal("1")
@@ -1483,7 +1486,7 @@ async def test_why_a_device_is_not_given_yet(
 
 
 class Pods(DriverHost):
-    """A driver host on which these pods run. unlisted: running pods that the kubelet did not list. error: of a read."""
+    """The driver's host with these running pods. unlisted: pods not in the kubelet's list. error: raised by a read."""
 
     def __init__(self, *running: str, unlisted: Sequence[str] = ()) -> None:
         self.now = RunningPods(frozenset(running), dict.fromkeys(unlisted, math.inf))
@@ -1629,7 +1632,7 @@ async def test_pods_that_came_to_share_a_claim_count_before_it_is_unprepared(ser
 
 
 async def test_a_pod_that_ran_before_a_claim_was_prepared_does_not_use_it(serve: Serve) -> None:
-    """A pod that ran before a claim was prepared does not keep the claim, except after the agent's restart."""
+    """A pod that ran before a claim was prepared does not prevent an Unprepare, except after the agent's restart."""
     pods = Pods("bystander", unlisted=["bystander"])
     pods.now.unlisted["bystander"] = time.monotonic()  # type: ignore[index]
     here = await serve(host=pods)

@@ -283,7 +283,7 @@ def abandon(*paths: Path) -> None:
 async def test_sockets_of_killed_processes_are_swept_and_those_of_others_are_not(
     driver: Driver, root: Path, kubelet: FakeDraKubelet
 ) -> None:
-    """A start removes sockets of killed processes of this agent, also of former drivers, but no other sockets."""
+    """An agent that starts removes sockets of its killed processes, also of former drivers, but no other sockets."""
     registry, own = root / "plugins_registry", root / "plugins" / AGENT
     instance = DriverDirectories(own, registry).instance
     dead = [registry / f"{name}-{instance}0123abcd-reg.sock" for name in (D, "former.example.com")]
@@ -358,7 +358,7 @@ async def test_drivers_of_an_agent_share_a_directory(
 
 
 async def test_silence_is_broken_by_new_sockets(driver: Driver, root: Path) -> None:
-    """While no kubelet registers the driver, it makes a new socket now and then: a kubelet may have missed the last."""
+    """Until a kubelet registers the driver, it makes new sockets now and then: a kubelet may have missed one."""
     registry = root / "plugins_registry"
     registry.mkdir()
     names: set[str] = set()
@@ -551,7 +551,7 @@ async def test_a_pod_gets_the_drivers_words(
 
 @pytest.mark.parametrize("length", [5, 40, 63])
 def test_paths_fit_and_stay_apart(length: int) -> None:
-    """Socket paths of long driver names differ and have at most 107 bytes; a directory too long for it is an error."""
+    """Socket paths of long driver names differ and have at most 107 bytes; too long a directory is an error."""
     directory = Path("/var/lib/kubelet/plugins_registry")
     paths = {socket_path(directory, letter * length, "-0123456789ab-reg.sock") for letter in "ab"}
     assert len(paths) == 2

@@ -20,7 +20,7 @@ TTY, PTMX = (f"char:{os.major(n)}:{os.minor(n)}" for n in (os.stat(f"/dev/{x}").
 
 
 class Stick:
-    """A device whose node is a link in `by-path` (named by its port) or `by-id`."""
+    """A device whose device node is a link in a directory `by-path` (named by the port) or `by-id`."""
 
     def __init__(self, directory: Path, links: str) -> None:
         self.link = directory / links / "x"
@@ -86,7 +86,7 @@ async def test_a_file_follows_what_is_the_same_device(
 async def test_a_claim_keeps_its_nodes_when_the_configuration_gives_its_device_others(
     here: ServedDriver, stick: Stick, change: str
 ) -> None:
-    """A claim keeps its nodes if the configuration adds, removes or renames its device's nodes, or changes rights."""
+    """A claim keeps its device nodes when the configuration adds, removes or renames nodes, or changes their rights."""
     other = stick.link.with_name("y")
     other.symlink_to("/dev/ptmx")
     x, y = DeviceNode(str(stick.link)), DeviceNode(str(other), "/dev/y")
@@ -104,7 +104,7 @@ async def test_a_claim_keeps_its_nodes_when_the_configuration_gives_its_device_o
     await here.give("1", "d0")
     (answer,) = (await here.prepared("1")).devices
     had, claims = here.edits(*answer.cdi_ids), dict(here.async_ledger.snapshot.claims)
-    for nodes in (now, [y]):  # [y] has at most a part of the granted nodes.
+    for nodes in (now, [y]):  # The device node y alone is at most a part of the granted nodes.
         await publish(nodes)
         assert not await here.driver.renewal.renew("1")
         assert here.edits(*answer.cdi_ids) == had
@@ -113,7 +113,7 @@ async def test_a_claim_keeps_its_nodes_when_the_configuration_gives_its_device_o
 
 @pytest.mark.parametrize("stick", ["by-id"], indirect=True)
 async def test_a_file_has_all_nodes_of_a_device_that_its_source_identifies(here: ServedDriver) -> None:
-    """A claim's CDI file gets all nodes that the source lists for a device of the granted identity, without sysfs."""
+    """A claim's CDI file gets all device nodes that the source now lists for the granted identity, without sysfs."""
     name = identity.port("usb:1-2")
     await identity.publish(here.inventory, [Device("d0", nodes=["/dev/tty"], identity=name)], {})
     await here.give("1", "d0")

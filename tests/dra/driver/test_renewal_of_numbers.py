@@ -1,6 +1,6 @@
 """While two USB sticks swap device numbers, no CDI file has the other stick's number, or one that another holder has.
 
-The two sticks are links to /dev/tty and /dev/ptmx. A fake sysfs shows the numbers of these nodes as those of USB
+The two sticks are links to /dev/tty and /dev/ptmx. A fake sysfs shows the numbers of these device nodes as those of USB
 devices.
 """
 
@@ -34,7 +34,7 @@ TTY, PTMX = (f"char:{number}" for number in NUMBERS)
 
 
 class Sticks:
-    """Two USB sticks, A and B, each one device. at: the index of each stick's node in `NODES`."""
+    """Two USB sticks, A and B, each one device. at: the index of each stick's device node in `NODES`."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -48,7 +48,7 @@ class Sticks:
                 (usb / name).write_text(value)
 
     def plug(self, **at: int) -> list[Device]:
-        """Plug in the sticks with these nodes, and unplug the others; return their devices."""
+        """Plug in the named sticks with these device nodes, and unplug the others; return the named sticks' devices."""
         for serial, node in self.at.items():
             (self.directory / "by-id" / serial).unlink()
             (self.directory / "sys/dev/char" / NUMBERS[node]).unlink()
@@ -189,7 +189,7 @@ def check(here: ServedDriver) -> None:
 async def test_an_agent_is_killed_at_each_step_of_a_swap(
     here: ServedDriver, sticks: Sticks, pods: Pods, monkeypatch: pytest.MonkeyPatch, killed: int
 ) -> None:
-    """An agent that is killed before any write leaves no CDI file with another claim's number; the next one goes on."""
+    """An agent killed before any write leaves no CDI file with another claim's number; the next agent goes on."""
     write, writes = ClaimFiles.write, 0
 
     async def broken(self: ClaimFiles, *arguments: Any) -> bool:
@@ -258,7 +258,7 @@ async def test_a_claim_that_waits_is_prepared_as_before(here: ServedDriver, stic
 
 
 async def test_a_node_of_the_granted_stick_that_comes_later_is_added(tmp_path: Path, sticks: Sticks) -> None:
-    """A claim's CDI file gets a new node while sysfs shows that the node belongs to the claim's stick."""
+    """A claim's CDI file gets a new device node if sysfs shows that this node belongs to the claim's stick."""
     (usb,) = sticks.plug(A=0)
     component = tmp_path / "sys/devices/usb1/1-A/1-A:1.0/ttyUSB0"
     component.mkdir(parents=True)
@@ -297,7 +297,7 @@ async def test_a_claim_of_a_group_follows_its_own_sticks_alone(here: ServedDrive
 
 
 async def test_administrative_access_follows_a_device(here: ServedDriver, sticks: Sticks) -> None:
-    """The CDI file of a claim with adminAccess follows its device at once; while the device is away, it has no node."""
+    """The CDI file of a claim with adminAccess gets a new number at once; for a device that is away it has none."""
     here.claims.add(claim("3", result("a", adminAccess=True)))
     await here.prepared("3")
     await publish(here, sticks.plug(A=1, B=0))

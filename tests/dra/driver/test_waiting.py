@@ -135,7 +135,7 @@ async def test_an_unprepare_ends_the_wait_of_its_claim(serve: Serve) -> None:
 
 
 async def test_changes_of_other_devices_cost_a_waiting_claim_no_request(serve: Serve) -> None:
-    """50 other changes of the ledger cause no read of the waiting claim; the end of the holder causes one."""
+    """50 other changes of the ledger cause no read of the waiting claim; the end of its device's holder causes one."""
     here = await serve()
     waiting_call = await second(here)
     gets = here.claims.gets
@@ -270,7 +270,7 @@ async def test_a_claim_waits_until_a_failed_release_has_succeeded(
     await until(lambda: (R, "d0") in here.register.releases.failed)
     assert "no such hardware" in here.register.withheld(R, "dra").devices["d0"]
     while not waiting_call.done():
-        here.register.releases.look(R, all_known=False)  # as each scan does
+        here.register.releases.look(R, all_known=False)  # each scan of the agent makes this call
         await asyncio.sleep(0.01)
     assert isinstance((await waiting_call)["2"], Prepared)
     assert calls == ["succeeds", "fails", "fails", "succeeds"]

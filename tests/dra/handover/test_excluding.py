@@ -51,7 +51,7 @@ async def test_parts_of_one_device_move_together(node: FakeNode) -> None:
 
 
 async def test_a_claim_that_comes_for_a_part_has_all_of_them_move(node: FakeNode) -> None:
-    """For a claim for one part of a device all its parts move; no part is offered until the prepared claim ends."""
+    """For a claim for one part of a device, all parts move to DRA; the plugin offers none until the claim has ended."""
     async with on_node(node, *parts()) as here:
         await here.until(lambda: here.healthy() == {"w", "h0", "h1"})
         claim = here.allocate("c", D, here.names["h1"])
@@ -66,7 +66,7 @@ async def test_a_claim_that_comes_for_a_part_has_all_of_them_move(node: FakeNode
 
 
 async def test_a_claim_is_decided_with_what_moves_along(node: FakeNode, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prepare tells the ledger all devices that would move with the claim's device, of both resources."""
+    """Prepare gives the ledger all devices, of both resources, that would move together with the claim's device."""
     told: list[object] = []
     prepare = operations.prepare
 

@@ -172,7 +172,7 @@ async def test_a_list_that_began_before_the_slice_was_accepted_ends_no_move(
 async def test_a_share_that_is_forced_no_more_when_the_claims_are_listed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If force is taken back from a request for 0 devices for claims while claims are listed, no move is forced."""
+    """If a request for 0 devices for claims loses the word `force` while claims are listed, no move is forced."""
     flow = await Flow.begin(tmp_path, Outside(), Source())
     await flow.move(2)
 
@@ -190,7 +190,7 @@ async def test_a_share_that_is_forced_no_more_when_the_claims_are_listed(
 
 
 async def test_a_claim_that_comes_late_finds_its_device_at_another_try(tmp_path: Path) -> None:
-    """If no device is to be for claims, an idle device still moves to DRA for a claim, and returns after its end."""
+    """If no device is to be for claims, an idle device still moves to DRA for a claim, and returns after the claim."""
     outside = Outside()
     flow = await Flow.begin(tmp_path, outside, Source())
     outside.record("allocated", "1=a")
@@ -205,7 +205,7 @@ async def test_a_claim_that_comes_late_finds_its_device_at_another_try(tmp_path:
 async def test_a_step_that_follows_another_plans_with_the_new_device_lists(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After a step that moves devices, the woken tasks, which send the device lists, run before the next step."""
+    """A step that moves devices wakes the tasks that send device lists; these tasks run before the next step."""
     flow = await Flow.begin(tmp_path, Outside(), Source())
     events: list[str] = []
     followed = asyncio.Event()
@@ -241,7 +241,7 @@ def test_devices_that_a_claim_came_for_are_not_turned_round() -> None:
 
 
 def test_what_is_held_is_not_expected(tmp_path: Path) -> None:
-    """A moving device counts as expected while a claim has reserved it, and as held once a pod is granted it."""
+    """A device that moves to DRA for a claim counts as expected by the claim, and as held once a pod is granted it."""
     claim = Claim("d", "1", "default", "c", (ClaimDevice(R, "a"),), None, 1.0)
     with DirectLedger(str(tmp_path / "ledger.db")) as store:
         store.do(adopt(R, DEVICES, Side.PLUGIN, 1.0))
@@ -293,7 +293,7 @@ def movable(now: RegisterSnapshot, resource: str, refused: Mapping[RecordKey, Re
 
 
 def test_parts_of_one_device_count_as_one(tmp_path: Path) -> None:
-    """Of the parts of one device only the first is planned; it counts as held if any part is held in any resource."""
+    """Plans have only the first of a device's parts; it counts as held if any part is held in any resource."""
     with DirectLedger(str(tmp_path / "ledger.db")) as store:
         store.do(adopt(R, ["a", "b", "d"], Side.PLUGIN, 0.0))
         store.do(adopt(S, ["c"], Side.PLUGIN, 0.0))

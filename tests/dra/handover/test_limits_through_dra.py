@@ -76,7 +76,7 @@ async def test_pods_by_limits_that_wait_do_not_keep_devices_from_returning(node:
 
 
 async def test_devices_that_wait_to_return_are_offered_to_claims(node: FakeNode) -> None:
-    """With `drain: wait`, devices that are to return are offered to claims while a pod by limits has one by DRA."""
+    """With `drain: wait`, devices that are to return are offered to claims while DRA serves a pod's limits."""
     async with on_node(node, fpgas(2)) as here:
         here.ask("all")
         await here.settle(DRA, DRA)
@@ -105,7 +105,7 @@ async def test_an_allocation_by_limits_that_is_not_prepared_keeps_devices(node: 
 
 
 async def test_none_turns_round_before_the_others_have_returned(node: FakeNode) -> None:
-    """While a claim for a pod's limits keeps devices from returning, none goes back to DRA, although one should.
+    """While a claim for a pod's limits keeps devices from returning, none goes back to DRA, although one is to.
 
     If one did, pods with limits would get it through DRA, and the other devices would wait for these pods again.
     """
@@ -196,7 +196,7 @@ async def test_a_move_that_is_withdrawn_waits_too(node: FakeNode) -> None:
 
 
 async def test_what_is_forced_moves_at_once(node: FakeNode, caplog: pytest.LogCaptureFixture) -> None:
-    """Forced moves do not wait: devices return beside pods by limits through DRA, or leave though a pod needs them.
+    """Forced moves do not wait: not for pods whose limits DRA serves, nor for pods that a kubelet restart would end.
 
     The log names the pod that a kubelet restart would end.
     """

@@ -155,7 +155,7 @@ async def test_an_unplugged_device_is_forgotten_once_nobody_holds_it(
         lines = {line["msg"]: line for line in map(json.loads, map(logs.JsonFormatter().format, caplog.records))}
         (vanished,) = (line for text, line in lines.items() if text.startswith("device d1 vanished"))
         assert (vanished["level"], vanished["device"]) == ("warning" if held else "info", "d1")
-        assert vanished["msg"].endswith("has it") is held  # the pod that has it, if a scan has seen the pod already
+        assert vanished["msg"].endswith("has it") is held  # the line names the pod if a scan has seen it
         forgotten = lines["the records of unplugged devices without a holder are deleted: d1"]
         assert (forgotten["resource"], forgotten["device"]) == (R, "d1")
         assert "moved to the plugin side" not in caplog.text

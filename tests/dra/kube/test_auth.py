@@ -97,7 +97,7 @@ def service_account_token(issued: float, expires: float) -> str:
     ids=["a ServiceAccount's", "opaque", "three parts", "no object", "a password", "nothing"],
 )
 def test_the_life_of_a_token(header: str, life: access.TokenLife | None) -> None:
-    """The times of issue and expiry are read from a ServiceAccount's token; other credentials have none."""
+    """The times of issue and expiry are read from a ServiceAccount's token; other credentials have no such times."""
     assert access.token_life(header) == life
 
 
@@ -200,7 +200,10 @@ def plugin_file(tmp_path: Path, script: str, version: str = "v1", **more: Any) -
 
 
 def printed(status: str, version: str = "v1") -> str:
-    """Return shell that prints an ExecCredential; `status` is JSON without braces, in double quotes for the shell."""
+    """Return a shell command that prints an ExecCredential.
+
+    `status`: JSON without braces, for double quotes of a shell.
+    """
     return (
         f"""printf '{{"apiVersion": "client.authentication.k8s.io/{version}", "kind": "ExecCredential","""
         f""" "status": {{%s}}}}' "{status}" """
@@ -220,7 +223,7 @@ async def test_an_exec_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 @HERE
 @pytest.mark.parametrize("version", ["v1", "v1beta1"])
 async def test_an_exec_plugin_knows_what_it_is_asked_for(tmp_path: Path, version: str) -> None:
-    """An exec plugin gets its arguments, its environment variables and the version of the answer."""
+    """An exec plugin gets its arguments, its environment variables, and the API version that its answer must have."""
     script = printed(r"""\"token\": \"$1-$REGION-$(echo $KUBERNETES_EXEC_INFO | tr -d '\" {},:')\" """, version)
     file = plugin_file(tmp_path, script, version, args=["get-token"], env=[{"name": "REGION", "value": "north"}])
     token = await (await from_environment(file)).authorize(False)
@@ -238,7 +241,7 @@ async def test_a_token_that_has_ended_is_asked_for_again(tmp_path: Path, ends: s
 
 
 class Clock:
-    """A clock whose monotonic time the test sets; `time` is that of the system."""
+    """A clock whose monotonic time is set by the test; `time` is the system's time."""
 
     time = staticmethod(time.time)
     now = 1000.0

@@ -141,7 +141,7 @@ async def test_a_list_whose_moment_is_gone_begins_anew(
 async def test_heavy_pages_are_asked_for_in_smaller_ones(
     server: FakeApiServer, cluster: Cluster, monkeypatch: pytest.MonkeyPatch, list_them: Callable[[Cluster], Any]
 ) -> None:
-    """A page that is too large is not read to its end; pages of light objects, before and after, are large."""
+    """A page of too many bytes is not read to its end; before and after it, pages have many small objects."""
     monkeypatch.setattr(forms, "MAX_PAGE", 40_000)
     monkeypatch.setattr(forms, "PAGE", 10_000)
     for number in range(200):

@@ -100,13 +100,13 @@ def state(store: DirectLedger, device: str = "a") -> State:
 
 
 def kubelet(store: DirectLedger, *, held: dict[str, ObservedAllocation] | None = None) -> KubeletEvidence:
-    """What shows that no pod holds a and b: with this, their moves to DRA can be committed."""
+    """Return what shows that no pod holds the devices a and b, so that their moves to DRA can be committed."""
     sequence = store.snapshot.sequence
     return KubeletEvidence(sequence, {"a": 1.0, "b": 1.0}, KubeletSnapshot(sequence, 3.0, True, held or {}))
 
 
 def seen(store: DirectLedger, at: float = 1.0, *, current: bool = True, **held: str) -> KubeletSnapshot:
-    """Return which containers hold devices, by checkpoint and cgroups; a="u1/main u2/init": these containers hold a."""
+    """Return which containers hold devices, by checkpoint and cgroups; a="u1/main u2/init": both hold device a."""
     return KubeletSnapshot(
         store.snapshot.sequence,
         at,
@@ -122,7 +122,7 @@ def held_by(device_id: str, *holders: str, sure: bool = True) -> ObservedAllocat
 
 
 def cluster(store: DirectLedger, allocated: dict[str, str] | None = None) -> ClusterEvidence:
-    """What shows that no claim has a and b: with this, their moves to the plugin can be committed."""
+    """Return what shows that no claim has the devices a and b, so that their moves to the plugin can be committed."""
     return ClusterEvidence(store.snapshot.sequence, {"a": 1.0, "b": 1.0}, 2.0, allocated or {})
 
 

@@ -85,7 +85,7 @@ def test_allocate_is_refused_elsewhere_and_says_which_device_where_since_when(st
 
 
 def test_a_claim_does_not_pull_a_held_device(store: DirectLedger) -> None:
-    """A claim for a device that a pod holds is refused, names the pod as holder, and begins no move of the device."""
+    """A claim for a device that a pod holds begins no move of the device; the refusal names the pod as holder."""
     store.do(grant(R, {"a": "a"}, T0))
     refusal = store.do(reserve(claim("1", "a"), durable=True, move_idle=True))
     assert isinstance(refusal, Refused)
@@ -95,7 +95,7 @@ def test_a_claim_does_not_pull_a_held_device(store: DirectLedger) -> None:
 
 @pytest.mark.parametrize(("plugin", "dra"), [(True, True), (True, False), (False, True)])
 def test_a_claim_pulls_nothing_beside_limits_of_both_sides(store: DirectLedger, plugin: bool, dra: bool) -> None:
-    """While pods by limits have devices of plugin and DRA, a claim begins no move: a kubelet restart would end some."""
+    """While pods by limits have devices of plugin and DRA, a claim begins no move: a kubelet restart would end pods."""
     to_dra(store, "b")
     by_limits = claim("2", "b")
     one = by_limits.devices[0]
@@ -154,7 +154,10 @@ def test_a_reservation_in_memory_holds_until_the_process_ends(store: DirectLedge
 
 
 def test_a_durable_reservation_survives_and_can_be_completed(store: DirectLedger, path: str) -> None:
-    """A claim's reservation on disk survives a restart; the claim can then be prepared, and its record reopened."""
+    """A claim's reservation on disk survives a restart.
+
+    The claim can then be prepared, and be set back to a reservation.
+    """
     to_dra(store)
     store.do(reserve(claim("1", "a"), durable=False))
     store.do(reserve(claim("1", "a"), durable=True))
@@ -241,7 +244,7 @@ def test_a_move_turns_round_and_is_cancelled(store: DirectLedger) -> None:
 
 
 def test_devices_are_adopted_once_and_forgotten_when_free(store: DirectLedger) -> None:
-    """A known device does not change sides when the default side changes; only free devices are forgotten."""
+    """A known device keeps its side (plugin or DRA) when the default side changes; only free devices are forgotten."""
     assert store.do(adopt(R, ["a", "c"], Side.DRA, T0)).changed == {"c": State.DRA}
     assert (state(store, "a"), state(store, "c")) == (State.PLUGIN, State.DRA)
     store.do(grant(R, {"a": "a"}, T0))
@@ -312,7 +315,7 @@ def test_a_device_goes_to_another_driver_by_way_of_the_plugins_side(store: Direc
 
 
 def test_what_a_former_holder_has_survives_until_it_ends(store: DirectLedger, path: str) -> None:
-    """After a new grant of a device, the number and part of its former holder stay recorded until that holder ends.
+    """After a new grant of a device, the former holder's device number and part stay recorded until that holder ends.
 
     They survive a restart.
     """

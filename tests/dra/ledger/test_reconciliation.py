@@ -109,7 +109,7 @@ def test_evidence_of_a_sleeping_checkpoint_puts_no_new_device_anywhere(store: Di
 
 
 def test_a_claim_known_from_its_file_gets_its_name_once(store: DirectLedger) -> None:
-    """A claim that is known by its file gets its name once; pods that come to share the claim are added to it."""
+    """A claim that is known only by its file gets a name once and keeps it; pods that share the claim are added."""
     file = ClaimEvidence(D, "1", frozenset({"new"}), prepared=True)
     store.do(operations.reconcile_evidence(R, Evidence({}, [file]), ["new"], Side.PLUGIN, T0))
     for name, pod in (("first", "u1"), ("second", "u2")):
@@ -143,7 +143,7 @@ def test_a_claim_over_two_resources_is_found_once_for_each_of_them(store: Direct
 
 
 def test_a_claim_that_is_found_twice_is_one_claim(store: DirectLedger) -> None:
-    """If several files show the same claim, the ledger has one record of it; of each device the first one counts."""
+    """If several files show the same claim, the ledger has one record of it; for each device the first file counts."""
     store.do(operations.forget(R, ["a"]))
     granted = (
         ClaimDevice(R, "a", "s", identity=seen_as("b", "uuid:1"), amount=Amount("1/2")),

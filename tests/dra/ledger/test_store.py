@@ -318,7 +318,10 @@ def copy(tmp_path: Path) -> str:
 
 
 def test_a_new_ledger_has_the_allocations_of_the_copy(path: str, copy: str) -> None:
-    """A ledger made after a loss has the copy's grants to pods: they exclude others, survive a restart, and end."""
+    """A ledger made after a loss has the grants to pods from the copy.
+
+    They exclude other holders, survive a restart, and end with their pods.
+    """
     with DirectLedger(path, copy) as opened:
         opened.do(adopt(R, ["a", "b"], Side.PLUGIN, T0))
         for name in ("a::0", "a::1"):

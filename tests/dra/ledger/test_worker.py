@@ -121,7 +121,7 @@ async def test_a_grant_does_not_wait_for_a_thread(path: str) -> None:
 
 
 async def test_what_comes_later_is_done_later(path: str) -> None:
-    """An Unprepare that follows a Prepare is done after it, although a commit delays the Prepare."""
+    """An Unprepare that follows a Prepare is recorded after the Prepare, although a commit delays the Prepare."""
     async_ledger, disk = slow(path)
     await async_ledger.do(adopt(R, ["a", "b"], Side.DRA, T0))
     await async_ledger.do(reserve(claim("1", "a", result=None), durable=True))
@@ -254,7 +254,7 @@ async def test_what_only_this_process_is_to_know_needs_no_commit(path: str) -> N
 
 
 async def test_the_async_ledger_passes_on_that_a_write_failed(path: str) -> None:
-    """If a common commit fails, each caller gets an error, and each failure is counted."""
+    """If a commit of two callers' grants fails, each caller gets an error, and two failed writes are counted."""
     fails: set[str] = set()
     store = Ledger(path, connect=lambda where: Flaky(where, fails))  # type: ignore[arg-type,return-value]
     async_ledger = AsyncLedger(store)

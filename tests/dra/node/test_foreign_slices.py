@@ -38,7 +38,7 @@ def problems(here: AgentOnNode) -> list[str]:
 
 
 async def test_one_event_says_it_and_the_pool_goes_on(node: FakeNode) -> None:
-    """Another client's slice in the agent's pool is deleted each time; one Event names it; devices still move."""
+    """Another client's slice in the agent's pool is deleted three times; one Event names it, and devices still move."""
     async with on_node(node, fpgas(2)) as here:
         here.ask("1")
         await here.until(lambda: list(here.states.values()).count(State.DRA) == 1)

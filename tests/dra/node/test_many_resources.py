@@ -82,7 +82,7 @@ async def calls_of_a_scan(count: int) -> int:
 
 
 async def work_of_a_restart(count: int, monkeypatch: pytest.MonkeyPatch) -> tuple[float, float]:
-    """Return how many decisions and how many reads of the plugin directory each resource takes at a kubelet's start."""
+    """Return each resource's decisions about its registration, and directory reads, when the kubelet starts."""
     work = Counter[str]()
 
     def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -112,7 +112,7 @@ async def test_a_scan_calls_fewer_than_twice_the_functions_for_twice_the_resourc
 
 
 async def test_a_restart_of_the_kubelet_wakes_a_resource_rarely_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """When the kubelet restarts, each of 32 resources takes fewer than 6 decisions and 5 reads of the directory."""
+    """After a kubelet restart, each of 32 resources registers with fewer than 6 decisions and 5 directory reads."""
     steps, reads = await work_of_a_restart(32, monkeypatch)
     assert steps < 6, steps
     assert reads < 5, reads

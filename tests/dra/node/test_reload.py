@@ -136,7 +136,7 @@ async def test_nothing_is_offered_before_its_evidence_was_read(node: FakeNode, m
 
 
 async def test_a_dropped_resource_gives_nothing_out_on_its_way_out(node: FakeNode) -> None:
-    """A resource that its driver drops is refused to pods, until a reload serves the resource without a driver."""
+    """Devices of a resource that its driver drops are refused to pods, until a reload serves it without a driver."""
     agent = bridge(node, Listed(A, D))
     async with running(agent):
         await until(lambda: len(healthy(node, A)) == 2)

@@ -1,4 +1,4 @@
-"""What the bridge reports to metrics and status pages."""
+"""What the DRA bridge (the part of an agent that serves claims) reports to the agent's metrics and status page."""
 
 from __future__ import annotations
 
@@ -458,7 +458,7 @@ def test_pods_that_a_kubelet_restart_would_end_are_a_problem() -> None:
 
 
 def test_status_is_made_for_json() -> None:
-    """The agent's status can be written as JSON, with waits of moves, shares, and whether slices are published."""
+    """The agent's status can be written as JSON: why moves wait, how many devices claims get, published slices."""
     status = json.loads(json.dumps(status_of(bridge()).report().status))
     assert status[DRIVER]["waiting"] == {RESOURCE: {"b": "team/train", "c": "a list of claims"}}
     assert status[DRIVER]["shares"] == {RESOURCE: "2"}

@@ -26,7 +26,7 @@ ONE = {R: 1}
 
 
 class Wiped(Listed):
-    """A source that notes for which devices `released` is called. wrong: those that a container had at that moment."""
+    """A source that notes for which devices `released` is called. wrong: devices that a container had then."""
 
     def __init__(self, count: int, node: FakeNode) -> None:
         super().__init__(R, D, *(f"d{number}" for number in range(count)))

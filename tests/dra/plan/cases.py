@@ -31,7 +31,7 @@ def container(name: str = "main", **limits: int) -> Object:
 
 
 def pod(name: str, count: int = 1, node: str = "", *, status: Object | None = None, **spec: Any) -> Object:
-    """Return a pod with a limit of boards; its scheduler does not exist, so that it stays as it is."""
+    """Return a pod with a limit for the resource BOARD; its scheduler does not exist, so nothing changes the pod."""
     whole = {"schedulerName": "nobody", "containers": [container(example_net__board=count)] if count else [], **spec}
     if node:
         whole["nodeName"] = node

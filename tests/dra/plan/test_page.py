@@ -1,4 +1,4 @@
-"""docs/plan.md, command by command."""
+"""The commands on the page docs/plan.md are run, and their output is compared with the page."""
 
 from __future__ import annotations
 

@@ -103,7 +103,10 @@ def test_rights_of_the_caller_are_findings() -> None:
 
 
 def test_the_agents_rights_are_those_of_the_manifests() -> None:
-    """The roles of `manifests` give the agents all rights, under any name. Without bindings there is a finding."""
+    """The roles that `manifests` prints, under any name, have all rights of agents.
+
+    Without bindings there is a finding.
+    """
     text = f"resources: [{{name: {BOARD}, driver: {DRIVER}, devices: [path: /dev/x]}}]"
     for how in (Deployment(), Deployment(name="other", namespace="elsewhere", claim_status=True)):
         objects = [one for one in manifests(config.parse(text), text, how) if one["kind"] != "DeviceClass"]
@@ -131,7 +134,7 @@ def test_taints_that_are_tolerated_keep_no_agent_away() -> None:
 
 
 def test_a_group_with_whole_slices_is_no_mixed_group() -> None:
-    """Groups whose nodes all have slices, or none, give no finding, nor does a node marked against scale-down."""
+    """Node groups in which all or no nodes have slices are no finding, nor is a node marked against scale-down."""
     marked = node("n2")
     marked["metadata"]["annotations"] = {cluster_checks.SCALE_DOWN_DISABLED: "true"}
     whole = [in_group(name, "g") for name in ("n3", "n4")]

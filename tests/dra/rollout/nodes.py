@@ -47,8 +47,8 @@ def claim(name: str, device: int) -> dict[str, Any]:
 class Group:
     """Nodes whose pods use three of four devices and CPUs, and agents that do one step each time the test lets them.
 
-    former: nodes whose agents, of an older version, always have a slice. Pods have devices by claims where claims get
-    some.
+    former: nodes whose agents, of an older version, always have a slice. Up to three of a node's devices for claims are
+    allocated to claims of pods.
     """
 
     annotations: dict[str, dict[str, str]]
@@ -133,8 +133,8 @@ class Group:
     def roll(self, goal: Goal, limits: RolloutLimits, choices: Sequence[int], stop_after: int = 400) -> bool:
         """Run a rollout until it is over; return False if it was interrupted after `stop_after` steps.
 
-        choices: in each step, this agent and the next in turn go on. The autoscaler looks at the nodes in each step,
-        unless marks are switched off.
+        choices: numbers of agents; in each step, the chosen agent and the next one in turn do a step. The autoscaler
+        looks at the nodes in each step, unless marks are switched off.
         """
         own: set[str] = set()
         names = list(self.annotations)

@@ -72,7 +72,7 @@ async def asked(server: FakeApiServer, *nodes: str, namespace: str = "") -> Answ
 
 
 async def test_holders_and_health_of_now(server: FakeApiServer) -> None:
-    """The answer has the holder and health of each device from its agent; no object is written."""
+    """The holder and health of each device come from its agent's answer to the request; no object is written."""
     held = {
         "a": [PodContainer("ml", "train", "main"), PodContainer("ml", "train", "side")],
         "b": [PodContainer("", "", "", "1234")],
@@ -99,7 +99,7 @@ async def test_holders_and_health_of_now(server: FakeApiServer) -> None:
 
 
 async def test_problems_of_the_agent_itself(server: FakeApiServer) -> None:
-    """The reasons why an agent is not ready, and its other problems, are in the answer beside its devices."""
+    """An agent's answer has the reasons why the agent is not ready, and its other problems, beside its devices."""
     one = resource("a")
     object.__setattr__(one, "registered", False)
     still = Still(one)
@@ -114,7 +114,7 @@ async def test_problems_of_the_agent_itself(server: FakeApiServer) -> None:
 
 @pytest.mark.parametrize("connected", [True, False])
 async def test_adopted_resources(server: FakeApiServer, connected: bool) -> None:
-    """The answer has the adopted resources; a vendor plugin that is not connected is a problem of the agent."""
+    """An agent's answer has the adopted resources; a vendor plugin that is not connected is a problem of the agent."""
     own, theirs = resource("a"), resource("b", name="v/x", vendor=VendorConnection(connected=connected, since=60.0))
     server.create(agent_pod("n1"))
     server.proxied = lambda path: (200, status(Still(own, theirs)))
@@ -125,7 +125,7 @@ async def test_adopted_resources(server: FakeApiServer, connected: bool) -> None
 
 
 class Reporting:
-    """A provider with one report."""
+    """A part of an agent, as the DRA bridge is one, that adds this report to the agent's status."""
 
     name = "bridge"
 
@@ -315,7 +315,7 @@ async def test_helm_puts_its_own_label_on_the_binding(server: FakeApiServer) -> 
 
 
 async def test_no_right_to_list_pods(server: FakeApiServer) -> None:
-    """Without the right to list pods, every node has this reason."""
+    """Without the right to list pods, the missing right is the reason why no node has an answer."""
     server.fail(lambda request: request.path.endswith("/pods"), Fault(code=403, message="no, you may not"))
     assert (await asked(server, "n1", "n2")).reasons == dict.fromkeys(
         ("n1", "n2"), "no, you may not; this needs the right to list pods"

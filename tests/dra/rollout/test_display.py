@@ -54,7 +54,7 @@ def test_without_a_width_all_columns_are_there() -> None:
 
 
 def test_narrow_terminals_get_no_columns_that_repeat_themselves() -> None:
-    """On a narrow terminal, node and resource are on a line above their devices, and the side has no column."""
+    """On a narrow terminal, node and resource are above their devices, and the side (plugin or DRA) has no column."""
     assert shown(FEW, 100)[2:6] == [
         "  DEVICE  STATE   HOLDER             HEALTH                                         SINCE",
         "ip-10-0-123-45.compute.internal  example.com/gpu",

@@ -327,7 +327,7 @@ def owned(share: str | None, goal: Goal, **more: Any) -> NodeView:
         (ALICE, owned("none", BOB), ("n1",), "n1: share none requested by the rollout of bob (share none)"),
         (ALICE, owned("1", ALICE), (), "n1: share 1 requested by somebody else since this rollout has begun it"),
         (ALICE, owned(None, ALICE), ("n1",), "n1: no share requested by somebody else"),
-        (ALICE, view("n1", requested="2"), ("n1",), "n1: share 2 requested by somebody else"),  # was undone
+        (ALICE, view("n1", requested="2"), ("n1",), "n1: share 2 requested by somebody else"),  # n1 was undone
         (ALICE, view("n1", requested="2"), (), ""),
         (ALICE, owned("none", Goal()), (), ""),  # the record of an older version has no owner
         (Goal(undo=True, owner="bob (undo)"), owned("all", ALICE), (), ""),

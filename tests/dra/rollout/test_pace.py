@@ -17,7 +17,7 @@ from tests.dra.objects import claim_body
 @pytest.mark.parametrize("size", [0, 1e6, 120e6, 2e9])
 @pytest.mark.parametrize("step", [0.1, 2.0])
 def test_all_agents_together_list_so_many_bytes_a_second(size: float, step: float) -> None:
-    """Over any time, the lists of claims of all started nodes have at most the allowed bytes, and most of them."""
+    """In 1000 s, the lists of claims of all started nodes have at most, and nearly, the allowed number of bytes."""
     bound, seconds = Pace(size), 1_000.0
     begun = 0
     for number in range(round(seconds / step)):
@@ -50,7 +50,7 @@ async def test_the_list_of_claims_is_measured() -> None:
         ("2", {"plugin": 4, "dra": 4}, True),
         ("50%", {"plugin": 4, "dra": 4}, False),
         ("4", {"plugin": 2, "dra": 4, "to-plugin": 2}, True),
-        (None, {"plugin": 8}, False),  # How many devices the config gives to claims is not known.
+        (None, {"plugin": 8}, False),  # how many devices the config gives to claims is not known
         (None, {"plugin": 7, "dra": 1}, True),
         ("none force", {"dra": 1}, True),
     ],

@@ -34,7 +34,10 @@ def server() -> Iterator[FakeApiServer]:
 
 
 def populate(server: FakeApiServer, count: int) -> None:
-    """Make Nodes, and Leases as agents write them. Each node has holders by limits and by claims: its pods matter."""
+    """Make Nodes, and Leases as agents write them.
+
+    Each node has holders by limits and by claims, so `status` also needs its pods.
+    """
     held = {"a": DeviceProgress(State.PLUGIN, 0, "pod ml/old"), "b": DeviceProgress(State.DRA, 0, "claim ml/c")}
     report = progress.encoded(Progress({R: ResourceProgress("50%", {"plugin": 1, "dra": 1}, held)}))
     labels = {"app.kubernetes.io/managed-by": "dra-bridge"}

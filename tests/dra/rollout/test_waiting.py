@@ -40,7 +40,7 @@ NODE = "n1"
     ],
 )
 def test_moves_for(room: Room, resource: int, devices: int, moved: int) -> None:
-    """As few devices move as a pod misses; none moves if they are not enough, or would be missing for other pods."""
+    """A hint moves only the devices that a pod lacks, and none if they are too few or other pods need them."""
     assert moves_for(room, resource, devices) == moved
 
 
@@ -99,7 +99,7 @@ async def test_a_pod_that_asks_for_more_than_either_side_has() -> None:
 
 
 def test_devices_that_are_withheld_explain_why_none_is_free() -> None:
-    """A withheld device lowers allocatable in addition to its pod's request, so hints name the withheld device."""
+    """A withheld device is not allocatable, although its pod's request still counts, so hints name the device."""
     first, *others = view(a=State.PLUGIN, b=State.PLUGIN, c=State.DRA).devices
     withheld = msgspec.structs.replace(first, withheld="not known")
     here = replace(view(), devices=(withheld, *others))

@@ -36,7 +36,10 @@ def now(publisher: Publisher) -> ObservedPool:
 
 
 def later(publisher: Publisher) -> tuple[ObservedPool, float]:
-    """Return the publisher's view of the pool LOST seconds from now, and that time: a failure has then lasted."""
+    """Return the publisher's view of the pool at a time LOST seconds from now, and that time.
+
+    By then a failure of now counts as a long one.
+    """
     at = time.monotonic() + LOST
     return publisher.observed(DRIVER, at), at
 

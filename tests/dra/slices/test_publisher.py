@@ -141,7 +141,10 @@ def test_only_devices_of_the_dra_side() -> None:
 
 
 def test_each_slice_is_marked() -> None:
-    """By an annotation of every slice, a policy lets a former driver delete it; only the first slice's has a value."""
+    """Every slice has an annotation, because a policy lets a former driver delete such slices only.
+
+    Only the first slice's annotation has a value.
+    """
     noted = replace(pool(*many(130)), annotations={f"{DRIVER}/progress": "1/3"})
     values = [body["metadata"]["annotations"][f"{DRIVER}/progress"] for body in slices(noted)]
     assert values == ["1/3", "", ""]
@@ -505,7 +508,7 @@ async def test_slices_that_go_with_their_node_come_back_with_the_new_one(server:
 
 
 async def test_who_wants_slices_while_all_ends_keeps_nothing_running(server: FakeApiServer) -> None:
-    """A pool that is wanted while the publisher stops does not delay its end."""
+    """A pool that is wanted while the publisher stops does not delay the publisher's end."""
     async with client(server) as cluster:
         publisher = Publisher(cluster, NODE)
         ticket = publisher.want(pool(*many(1)))
