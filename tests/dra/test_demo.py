@@ -32,7 +32,7 @@ runpy.run_module("dra_bridge", run_name="__main__")
 
 
 def test_story_is_true_and_the_node_is_served_on(capsys: pytest.CaptureFixture[str]) -> None:
-    """The demo prints plain text, without and with the bridge; with --hold it then serves `status` and `migrate`.
+    """The demo shows a node without and with the bridge, as plain text; with --hold it serves `status` and `migrate`.
 
     SIGTERM ends the demo with status 0. A run takes many seconds, so this one test checks all that it prints.
     """
@@ -107,7 +107,7 @@ def test_the_failure_of_a_pod_fits_on_a_page() -> None:
 
 
 def test_a_harmless_naive_switch_is_not_told_as_harmful(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the naive switch gives no device two holders, which the demo expects, it says so and ends with status 1."""
+    """If the naive switch does not give a device two holders as expected, the demo says so and ends with status 1."""
     monkeypatch.setattr(demo, "overlaps", lambda holdings: [])
     out = io.StringIO()
     assert demo.main(stream=out) == 1

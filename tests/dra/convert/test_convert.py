@@ -97,7 +97,7 @@ def test_kinds_of_others_pass() -> None:
 
 
 def test_custom_resources_are_converted_by_path() -> None:
-    """A path through lists and maps names the pod templates or pod specs in custom resources, which are converted."""
+    """Pod templates and pod specs in custom resources are converted if a path through lists and maps leads to them."""
     ray: dict[str, Any] = {
         "apiVersion": "ray.io/v1",
         "kind": "RayCluster",

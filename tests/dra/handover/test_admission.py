@@ -26,7 +26,7 @@ R, OTHER, D = "example.com/card", "example.com/other", "card.example.com"
         # Pods by limits on both sides, plugin and DRA: a device may leave if enough devices stay for all these pods.
         (4, 2, 2, 1, False),
         (4, 2, 2, 4, False),
-        (4, 1, 2, 1, True),  # a case above, after one of the two pods with a device of the plugin has ended
+        (4, 1, 2, 1, True),  # as the case before the last, after one of its two plugin pods has ended
         (4, 1, 2, 2, False),
         (3, 1, 2, 1, False),
         (8, 2, 2, 4, True),
@@ -95,7 +95,7 @@ def test_pods_that_are_denied(pods: list[AdmittedPod], capacity: int, ended: tup
 
 
 def test_what_the_register_says() -> None:
-    """The counts have ids that the plugin has granted, and devices of claims that Kubernetes made for limits."""
+    """The counts are of ids that the plugin has granted, and of devices in claims that Kubernetes made for limits."""
 
     def held(name: str, since: float, *uids: str, resource: str = R) -> AllocationRecord:
         holders = frozenset((uid, "main") for uid in uids)

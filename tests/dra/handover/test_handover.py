@@ -293,7 +293,7 @@ def movable(now: RegisterSnapshot, resource: str, refused: Mapping[RecordKey, Re
 
 
 def test_parts_of_one_device_count_as_one(tmp_path: Path) -> None:
-    """Plans have only the first of a device's parts; it counts as held if any part is held in any resource."""
+    """A plan of moves has only the first of a device's parts, which counts as held if any part is held."""
     with DirectLedger(str(tmp_path / "ledger.db")) as store:
         store.do(adopt(R, ["a", "b", "d"], Side.PLUGIN, 0.0))
         store.do(adopt(S, ["c"], Side.PLUGIN, 0.0))

@@ -105,9 +105,10 @@ async def test_an_allocation_by_limits_that_is_not_prepared_keeps_devices(node: 
 
 
 async def test_none_turns_round_before_the_others_have_returned(node: FakeNode) -> None:
-    """While a claim for a pod's limits keeps devices from returning, none goes back to DRA, although one is to.
+    """While a claim for a pod's limits keeps devices from returning, the one that is to be for claims waits, too.
 
-    If one did, pods with limits would get it through DRA, and the other devices would wait for these pods again.
+    If it went back to DRA at once, pods with limits could get it through DRA, and the other devices would wait for
+    these pods again.
     """
     async with on_node(node, fpgas(4)) as here:
         here.ask("all")
@@ -196,7 +197,7 @@ async def test_a_move_that_is_withdrawn_waits_too(node: FakeNode) -> None:
 
 
 async def test_what_is_forced_moves_at_once(node: FakeNode, caplog: pytest.LogCaptureFixture) -> None:
-    """Forced moves do not wait: not for pods whose limits DRA serves, nor for pods that a kubelet restart would end.
+    """Forced moves wait neither for pods whose limits DRA serves, nor for pods that a kubelet restart would end.
 
     The log names the pod that a kubelet restart would end.
     """
