@@ -291,7 +291,7 @@ def test_extended_resource_through_dra_of_a_source_with_reset(cluster: Cluster) 
     with Bridge.running(cluster, fpga(1), script=RESET) as bridge, ExitStack() as stack:
         bridge.wait_offered(1)
         resets = bridge.directory / "resets"
-        for number in (1, 2):  # twice: the kubelet would keep the options of an earlier registration
+        for number in (1, 2):  # two pods: the kubelet would keep the options of an earlier registration
             pod = cluster.start_pod(f"through-dra-{number}", {RESOURCE: 1}).wait_running()
             assert "extendedResourceClaimStatus" in pod.status
             assert resets.read_text().splitlines() == ["reset"] * number

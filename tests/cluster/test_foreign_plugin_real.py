@@ -111,7 +111,7 @@ def test_the_kubelet_hangs_when_it_is_noticed(scene: Scene) -> None:
     serve(scene, 2)
     kubelet, agent = cluster.components["kubelet"].pid, scene.agents.process
     assert agent is not None
-    agent.send_signal(signal.SIGSTOP)  # otherwise the agent would register again before the kubelet hangs
+    agent.send_signal(signal.SIGSTOP)  # the stopped agent cannot register again before the kubelet hangs
     with other_plugin("theirs"):
         try:
             cluster.wait_for(lambda: healthy() == ["theirs"], 5, "the kubelet has their list")
@@ -148,7 +148,7 @@ def test_what_it_gave_while_no_agent_ran(scene: Scene, side: str) -> None:
     scene.running(holder)
     (path,) = [path for path in (locks.NODES / "a").iterdir() if locks.key_of(path) == scene.key(holder)]
     scene.agents.kill()
-    cluster.wait_allocatable(named("a"), 0)  # otherwise the kubelet would drop the other plugin for the agent's end
+    cluster.wait_allocatable(named("a"), 0)  # else the kubelet would drop the other plugin when the agent's stream ends
     with other_plugin("theirs-0", "theirs-1", nodes=(path,)) as plugin:  # two ids: the scheduler also counts `holder`
         cluster.wait_allocatable(named("a"), 2)
         taker = Pod(cluster, cluster.api.create(locks.pod("theirs", sleeper())))

@@ -90,7 +90,7 @@ def calm(cluster: Cluster) -> Iterator[Cluster]:
 
 @contextlib.contextmanager
 def offering(cluster: Cluster) -> Iterator[None]:
-    cluster.restart_kubelet(reported=True)  # Then the kubelet reports 0 of resources of other tests' plugins.
+    cluster.restart_kubelet(reported=True)  # The new kubelet reports 0 for resources of other tests.
     offer(cluster, COUNT)
     for body in CALM:
         make(cluster, body)

@@ -288,7 +288,7 @@ async def test_partitions(cluster: Cluster) -> None:
         for name, size in (("half0", "40Gi"), ("half1", "40Gi"), ("whole", "80Gi"))
     ]
     async with publishing(cluster, pool(cluster, *devices)) as publisher:
-        if cluster.minor < 35:  # these versions require counters and devices in one slice
+        if cluster.minor < 35:  # Kubernetes before 1.35 requires counters and devices in one slice
             assert publisher.state(DRIVER).unsupported == {"counters"}
             assert devices_of(cluster) == {}
             return

@@ -255,7 +255,7 @@ def test_gpus_of_a_made_library_reach_containers_with_their_numa_nodes(
         (dev / name).unlink(missing_ok=True)
         null(dev / name)
     gpus = NvidiaSource(NvidiaConfig(injection="nodes"), places=machine.places, resource="nvidia.com/gpu", period=1)
-    (dev / "nvidia-uvm").unlink()  # as on a headless node on which no program has made this node yet
+    (dev / "nvidia-uvm").unlink()  # on a headless machine, programs make this device node only later
     with served(gpus):
         restricted.wait_for(lambda: restricted.capacity("nvidia.com/gpu") == 8, 30, "the GPUs are listed")
         assert restricted.allocatable("nvidia.com/gpu") == 0

@@ -549,7 +549,7 @@ def start_api_server(cluster: Cluster) -> None:
     """Start the API server again and wait until a new pod can run."""
     cluster.start_apiserver()
     for name in ("kube-controller-manager", "kube-scheduler"):
-        cluster.kill(name)  # otherwise the component waits for up to a minute before it connects again
+        cluster.kill(name)  # a running component may wait for a minute before it connects again
         cluster.start_component(name)
     cluster.start_pod("canary").wait_running()
 
@@ -642,7 +642,7 @@ def forgotten(scene: Scene) -> tuple[Pod, Pod]:
     scene.freeze(pod)
     pod.delete(0)
     pod.wait_gone()
-    other = scene.pod("a1", "a")  # so the kubelet writes its checkpoint
+    other = scene.pod("a1", "a")  # the start of this pod makes the kubelet write its checkpoint
     scene.cluster.wait_for(lambda: other.phase in ("Running", "Failed"), LIMIT, "the kubelet has decided about it")
     scene.cluster.wait_for(lambda: pod.uid not in CHECKPOINT.read_text(), 60, "the kubelet has forgotten it")
     return pod, other
@@ -1126,7 +1126,7 @@ def test_node_reboots(scene: Scene, api: str) -> None:
         scene.cluster.stop_apiserver()
     reboot(scene)
     if api == "down":
-        scene.observe(5)  # without the API server, the kubelet lists no pod in this time
+        scene.observe(5)  # meanwhile the kubelet lists no pod, as the API server is stopped
         start_api_server(scene.cluster)
 
     def over() -> bool:

@@ -50,7 +50,7 @@ def test_each_version_of_the_file_is_another_file(tmp_path: Path) -> None:
     written.Checkpoint().write(path)
     first = read(tmp_path)
     assert read(tmp_path).file == first.file
-    with open(path, "rb"):  # keeps the inode in use, so that the next file gets another one
+    with open(path, "rb"):  # the open file keeps its inode, so that the next file gets another one
         written.Checkpoint().write(path)
     second = read(tmp_path)
     assert second.file != first.file

@@ -64,7 +64,7 @@ def record(
         (THEIRS, -1.0, [(0.0, OURS)], 9.0, None),  # the checkpoint was written before the agent's list was sent
         (OURS, 0.5, [(-60.0, OURS), (0.0, THEIRS)], 0.6, None),  # the kubelet is slow
         (OURS, 0.5, [(-60.0, OURS), (0.0, THEIRS)], LATE + 1, False),
-        (OURS, 60.0, [(-60.0, OURS), (0.0, frozenset())], 60.1, False),  # a list that the agent sent long ago
+        (OURS, 60.0, [(-60.0, OURS), (0.0, frozenset())], 60.1, False),  # the agent sent this list long ago
     ],
     ids=["the same", "others", "not written since", "the list before", "still the list before", "a former list"],
 )

@@ -175,7 +175,7 @@ def test_a_renamed_device_is_known_by_what_it_is(tmp_path: Path) -> None:
         (["pod-uid"], {}, True),
         (["pod-2"], {}, False),
         ([], {}, False),
-        (None, {}, True),  # not known which processes run
+        (None, {}, True),  # it is not known which processes run
         ([], {"pods": frozenset()}, True),  # a claim whose pods are not known counts as running
         (["pod-uid"], {"boot": "before"}, False),
         ([], {"boot": "before", "pods": frozenset()}, False),
@@ -332,7 +332,7 @@ def test_each_change_of_the_claim_state_is_noticed(tmp_path: Path) -> None:
     for devices in ((), ("a",), ("b",), ()):
         before = tmp_path / "before"
         if (tmp_path / written.FILE_NAME).exists():
-            os.link(tmp_path / written.FILE_NAME, before)  # so that the next file has another inode
+            os.link(tmp_path / written.FILE_NAME, before)  # the link keeps the inode: the next file has another
         written.write(tmp_path, [claim(name, uid=name) for name in devices])
         before.unlink(missing_ok=True)
         assert [bool(holder(claims, R, name, D)) for name in ("a", "b")] == [name in devices for name in ("a", "b")]
@@ -342,7 +342,7 @@ def test_each_change_of_a_claims_file_is_noticed(tmp_path: Path) -> None:
     """Each change of a claim's file is noticed at once, also if changes follow each other closely."""
     written.write(tmp_path, [claim("a")])
     claims = of(tmp_path)
-    now = time.time_ns() + 3600 * 10**9  # later than any clock tick of this test
+    now = time.time_ns() + 3600 * 10**9  # a time later than any clock tick of this test
     for name in ("a", "b", "c"):
         file(tmp_path, name)
         os.utime(tmp_path / "cdi", ns=(now, now))

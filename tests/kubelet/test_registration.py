@@ -105,7 +105,7 @@ async def test_sockets_of_this_agents_other_resources_wake_no_loop(fake_kubelet:
     try:
         with reading({directory: all_of}) as watch:
             for name in ("other-0123abcd.sock", "foreign.sock"):
-                while await watch.wait(2 * LOOK):  # until the directory has not changed for a while
+                while await watch.wait(2 * LOOK):  # wait until the directory has not changed for a while
                     pass
                 looks.clear()
                 with socket.socket(socket.AF_UNIX) as bound:
@@ -505,7 +505,7 @@ def test_kubelet_that_takes_the_registration_but_does_not_listen(
     """If the kubelet does not call ListAndWatch within `patience` after Register, the resource is registered again."""
     agent = served(source(), timing=RegistrationTiming(patience=0.1))
     fake_kubelet.wait_until(lambda: len(fake_kubelet.updates(R)) == 1)
-    agent.agent.services[R].endpoint.streams.begun = 0  # as if the kubelet had never called ListAndWatch
+    agent.agent.services[R].endpoint.streams.begun = 0  # like a kubelet that has not called ListAndWatch
     drop_stream(fake_kubelet)
     fake_kubelet.wait_registered(R, 2)
     assert "accepted the registration but does not listen" in caplog.text
@@ -581,7 +581,7 @@ def test_registers_without_a_pause_share_a_channel_until_one_fails(
 
     names = [f"example.com/r{number}" for number in range(8)]
     served(*(source(1, name) for name in names))
-    fake_kubelet.register_delay = 0.05  # so that all other resources wait while the first registers
+    fake_kubelet.register_delay = 0.05  # all other resources wait while the first registers
     monkeypatch.setattr(grpc.aio, "insecure_channel", note)
     for refused in (0, 1):
         for name in names:

@@ -383,7 +383,7 @@ async def test_four_mebibytes_are_the_limit(serve: Serve) -> None:
     """A list may have up to 4 MiB, gRPC's default limit; 50,000 devices with long ids fit into it."""
     served = await serve(Source(), *(Device(f"device-{number:050}", numa=0) for number in range(50_000)))
     async with served.listening() as lists:
-        message = await lists.call.read()  # without a timeout: only the size is tested
+        message = await lists.call.read()  # this call has no timeout: only the size is tested
         assert len(message.devices) == 50_000
         assert 3 << 20 < message.ByteSize() <= 4 << 20
     assert device_list.MAX_LIST_BYTES == 4 << 20
@@ -1073,7 +1073,7 @@ async def test_reset_that_hangs_is_given_up(serve: Serve, *, plain: bool) -> Non
         with refused(grpc.StatusCode.INTERNAL, f"reset of {R} did not answer within 0.05 s"):
             await served.stub.PreStartContainer(pb.PreStartContainerRequest(devices_ids=["a"]))
         await served.stub.PreStartContainer(pb.PreStartContainerRequest(devices_ids=["good"]))
-        if plain:  # as when the kubelet calls again
+        if plain:  # the kubelet calls again
             with refused(grpc.StatusCode.INTERNAL, f"a of {R}: `reset` is still running on it, after its timeout"):
                 await served.stub.PreStartContainer(pb.PreStartContainerRequest(devices_ids=["a"]))
             with refused(grpc.StatusCode.FAILED_PRECONDITION, "`reset` is still running on it"):

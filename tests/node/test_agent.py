@@ -589,7 +589,7 @@ def test_device_that_two_pods_hold_is_said_and_counted_once(
     wait(lambda: agent.agent.tracker.snapshot.held)
     checkpoint = written.Checkpoint.from_json(fake_kubelet.checkpoint.read_bytes())
     (entry,) = checkpoint.entries or ()
-    fake_kubelet.stop()  # so that only the test writes the checkpoint
+    fake_kubelet.stop()  # from now on only the test writes the checkpoint
     other = "7c1d4e9a-2b7f-4f63-8a3e-54a9d0f7c222"
     (fake_kubelet.pod_logs / f"default_two_{other}").mkdir()
     for number in (1, 2):

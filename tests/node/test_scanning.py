@@ -96,10 +96,10 @@ async def test_grants_that_come_together_share_a_scan(monkeypatch: pytest.Monkey
 
 async def test_a_grant_at_the_end_of_a_period_is_asked_about(monkeypatch: pytest.MonkeyPatch) -> None:
     """The next scan asks who holds a device that was granted just before the end of a period."""
-    monkeypatch.setattr(scanning, "SOON", 0.5)  # later than the end of the period
+    monkeypatch.setattr(scanning, "SOON", 0.5)  # the time SOON ends after the period
     register = Register()
     async with scanning_grants(0.2, register) as scanner, asyncio.timeout(20):
-        await asyncio.sleep(0)  # until the scanner waits
+        await asyncio.sleep(0)  # from here on the scanner waits
         await register.grant("example.com/r", {"a": "a"})
         scanner.wanted.set()
         await scanner.came.wait()
@@ -138,7 +138,7 @@ async def test_calls_that_come_before_a_reading_begins_share_it() -> None:
         await scanner.came.wait()
         assert scanner.wanted_ids == [{("r0", "a"), ("r1", "a"), ("r2", "a")}]
         late = [asyncio.create_task(scanner.scanner.scan({(f"late{number}", "a")})) for number in range(2)]
-        await asyncio.sleep(0)  # until the calls wait
+        await asyncio.sleep(0)  # from here on the calls wait
         late[0].cancel()
         await asyncio.wait(late[:1])
         scanner.answer.set()
@@ -166,7 +166,7 @@ async def test_calls_end_with_the_task_that_makes_the_readings(begun: bool) -> N
         await scanner.came.wait()
         if not begun:
             calls.append(asyncio.create_task(scanner.scanner.scan()))
-            await asyncio.sleep(0)  # until the call waits
+            await asyncio.sleep(0)  # from here on the call waits
     await asyncio.wait(calls, timeout=20)
     assert all(call.cancelled() for call in calls)
 

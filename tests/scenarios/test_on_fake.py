@@ -97,4 +97,4 @@ class TestAdoptedOnFake(AdoptedScenarios):
         with adopting(plugins, node.kubelet.arguments) as options:
             node.options = options
             yield node
-            node.end_agents()  # otherwise agents create their sockets again in the directory during its removal
+            node.end_agents()  # else running agents would create sockets again in this directory
