@@ -73,7 +73,7 @@ class Run:
 
     @property
     def names(self) -> set[str]:
-        """The names of the runs of this outer process."""
+        """The names in `isolate.RUNS` of the runs that this process started."""
         return {path.name for path in isolate.RUNS.iterdir() if path.name.startswith(f"{PREFIX}{self.process.pid}-")}
 
 
@@ -142,7 +142,7 @@ def test_run_that_ends_leaves_nothing_and_hands_on_its_status(start: Callable[[s
     before = links()
     run = start(BUSY + "exit 7")
     assert run.process.wait(20) == 7, run.output.read_text()
-    assert not run.names  # the run has removed its names before it ends
+    assert not run.names  # the run has removed its names from RUNS before it ends
     assert_nothing_left(run, before)
 
 
@@ -151,7 +151,7 @@ def test_killed_first_process_ends_the_run(start: Callable[[str], Run]) -> None:
     run = start(BUSY + "sleep 1000")
     run.wait_said("ready")
     first = [pid for pid in processes(run.mark) if b"--first" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")]
-    os.kill(max(first), signal.SIGKILL)  # the other one is unshare, which has the same words
+    os.kill(max(first), signal.SIGKILL)  # the lower process id is that of `unshare`, which has the same arguments
     assert run.process.wait(20) != 0
     assert_nothing_left(run, before)
 

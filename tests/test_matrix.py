@@ -92,7 +92,7 @@ def test_a_run_is_recorded(kept: Kept, monkeypatch: pytest.MonkeyPatch, capsys: 
 
 
 def test_a_test_that_was_not_run(kept: Kept) -> None:
-    """A test has a dash for a version that did not run it."""
+    """The page has a dash where a test was not run on a version of Kubernetes."""
     kept.merge("1.32.2.xml", REPORT)
     page = kept.merge("1.37.2.xml", ONE.format(day="2026-11-28", module="cluster.test_dra", test="test_steady_state"))
     said = matrix.features("test_dra")

@@ -68,7 +68,7 @@ def test_no_quantities(text: object) -> None:
 
 @given(ids)
 def test_device_names_are_labels(device: str) -> None:
-    """For any id the device name is a DNS label, with and without a qualifier."""
+    """For any id the device name is a DNS label, with and without a qualifier (a word for the resource)."""
     assert LABEL.fullmatch(device_name(device))
     assert LABEL.fullmatch(device_name(device, "gpu"))
 
@@ -91,7 +91,7 @@ def test_device_names_are_unique(one: str, other: str, left: str, right: str) ->
 
 @given(st.lists(st.from_regex(r"[a-z]{1,3}\.com/[A-Za-z]{1,30}", fullmatch=True), max_size=5))
 def test_qualifiers_are_unique(resources: list[str]) -> None:
-    """The resources of a driver get different qualifiers; a single resource gets none."""
+    """A driver's resources get different words (qualifiers) for their devices' names; a single resource gets none."""
     words = qualifiers(resources)
     assert len(set(words.values())) == len(set(resources))
     assert all(LABEL.fullmatch(word) for word in words.values() if word)

@@ -209,7 +209,7 @@ def test_sides(scene: Scene) -> None:
 
 @pytest.mark.parametrize("reload", [False, True])
 def test_devices_of_a_resource_that_is_passed_through_return(scene: Scene, *, reload: bool) -> None:
-    """If the config no longer names the resource when its plugin registers, limits get all its devices again."""
+    """If the config no longer names the resource when its plugin registers, all its devices are for limits again."""
     agent = scene.agent()
     vendor = scene.vendor(resource("g0", "g1"))
     scene.wait_offered(2)
@@ -374,7 +374,7 @@ def test_an_agent_that_starts_while_a_plugin_past_it_allocates(scene: Scene) -> 
     scene.pod().wait_running()
     agent.terminate()
     vendor.stop()
-    # g2 is new: the agent's register does not have it.
+    # g2 is new: the agent has no record of it.
     (hold := scene.where / "hold").touch()
     past = Vendor(scene.where, scene.node.device_plugin_dir, resource("g0", "g1", "g2"), hold=str(hold))
     scene.vendors.append(past.start())
@@ -391,7 +391,7 @@ def test_an_agent_that_starts_while_a_plugin_past_it_allocates(scene: Scene) -> 
 
 
 def test_an_agent_that_starts_without_its_plugin_waits_for_it(scene: Scene) -> None:
-    """If an agent starts without its plugin, it does not take the former agent's list for that of another plugin."""
+    """If an agent starts without its plugin, it does not take the former agent's device list for another plugin's."""
     agent, vendor, _ = scene.claimed()
     agent.kill()
     vendor.stop(kill=True)

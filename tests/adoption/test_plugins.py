@@ -111,7 +111,7 @@ def healthy(one: VendorList) -> list[str]:
 
 
 async def test_one_stream_for_an_endpoint(directory: Path) -> None:
-    """A plugin that registers the same endpoint again keeps its one stream; the next list on it counts."""
+    """A plugin that registers the same endpoint again keeps its ListAndWatch stream; the next list on it counts."""
     async with serving(directory) as vendors, plugin(directory) as vendor:
         await vendor.register()
         vendor.show("a")

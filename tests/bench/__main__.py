@@ -191,7 +191,7 @@ def adopted() -> None:
 
 
 async def grants(count: int) -> float:
-    """Return the median time of a grant in ms, for a register that keeps its records only in memory."""
+    """Return the median time of a grant in ms, if the agent keeps its records of holders only in memory."""
     register, times = Register(), []
     for _ in range(count):
         began = time.perf_counter()

@@ -279,7 +279,7 @@ def measure(cluster: Cluster, side: Side, size: int, title: str) -> None:
 class Limit:
     """The maximum ratio of a `Side`'s mean to another `Side`'s mean, with SIZES[0] pods.
 
-    operation: the operation whose duration is compared; "" for the CPU seconds. beside: the name of the other side.
+    operation: the operation whose duration is compared; "" for the CPU seconds. beside: the name of the other `Side`.
     most: the maximum ratio.
     """
 

@@ -10,9 +10,9 @@ A path is the code that handles one call. It begins with the product's method th
 move begins where `Handover.run` continues. A path includes the code in its first task, in the tasks that this task
 starts, and in the worker threads for which these tasks wait, until all these tasks have ended. The code is observed by
 `threading.setprofile`. A context variable, which tasks and `asyncio.to_thread` inherit, assigns it to the path. A move
-wakes other tasks (device lists, slices), which are not counted. A move also requests a scan for the pods that hold
-devices from another task, and waits for the result. This scan is traced as a separate path, "evidence". It begins with
-`HolderScanner.read`, and includes all scans until the end of the move.
+wakes other tasks (device lists, slices), which are not counted. A move also has another task scan for devices' holders,
+and waits for the result. This scan is traced as a separate path, "evidence". It begins with `HolderScanner.read`, and
+includes all scans until the end of the move.
 
 The number of functions is the number of distinct pairs of file and qualified name, in both packages without `wire` and
 `testing`. In Python 3.11, a comprehension counts as a function. Since 3.12, it is part of the surrounding function, so

@@ -136,7 +136,7 @@ class Seen:
 
 
 def scraped(command: Sequence[str], certificate: Path | None) -> bytes:
-    """Run an agent; return its metrics once it has devices. certificate: for TLS; a token is needed as well."""
+    """Run an agent; return its metrics once it has devices. certificate: if given, use TLS and a token."""
     with running(command, stderr=subprocess.PIPE) as process:
         assert process.stderr is not None
         found = (re.search(r"metrics at \w+://(\S+/metrics)", line) for line in process.stderr)
@@ -479,7 +479,7 @@ class TestCollector:
         assert lines(read_open(opened)) == lines(read_plain(plain))  # type: ignore[no-untyped-call]
 
     def test_a_name_that_is_no_text_does_not_fail_the_scrape(self, loop: Loop) -> None:
-        """A measured part of a device whose name is not UTF-8 is shown with a question mark."""
+        """If the name of a device's measured part is not UTF-8, the metric's label has a question mark in it."""
         still = Still(resource("a"))
         registry = CollectorRegistry(auto_describe=False)
         registry.register(AgentCollector(still.measured(a={"lanes": {"tty\udcff": 1}}).view))

@@ -96,7 +96,7 @@ def test_a_partition_has_its_own_labels() -> None:
 
 
 def test_what_is_not_measured_is_absent() -> None:
-    """Quantities that are not measured have no series, not 0; a temperature without a part is the GPU's."""
+    """Quantities that are not measured have no series, not 0; a temperature of no named part is the GPU's."""
     assert set(values(view(load={"temperature_celsius": 30, "clock_hertz": {"video": 1}}))) == {"DCGM_FI_DEV_GPU_TEMP"}
 
 

@@ -48,7 +48,7 @@ class TestChecked:
     """Which results of `measure` are valid."""
 
     def test_numbers_by_device_and_quantity_are_taken(self) -> None:
-        """Numbers, parts of a quantity, and booleans are kept as numbers."""
+        """Numbers and booleans, for a whole device or by parts of a quantity, are kept as numbers."""
         said = {"a": {"utilization_ratio": 0.5, "throttled": {"power": True}}, "b": {"own_total": 3}}
         assert checked(said, DEVICES) == {
             "a": {"utilization_ratio": 0.5, "throttled": {"power": 1}},

@@ -1,4 +1,4 @@
-"""The view of an agent, composed from the states of its parts."""
+"""The view of an agent (a snapshot for pages and metrics), composed from the states of its parts."""
 
 from __future__ import annotations
 

@@ -709,7 +709,7 @@ class TestToken:
         return path
 
     def test_without_the_token_there_is_nothing_to_see(self, path: Path, serve: Callable[..., Server]) -> None:
-        """Without the token all pages that need it give 401 with the scheme."""
+        """Without the token all pages that need one answer 401, with the authentication scheme Bearer."""
         server = serve(token=Token(path))
         for authorization in ("", "Bearer", "Bearer wrong", "Bearer s3cret1", "s3cret", "Basic s3cret", "Basic czNj"):
             status, body, headers = get(server, Authorization=authorization)

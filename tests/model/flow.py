@@ -113,7 +113,7 @@ class Outside(ClusterClaims):
             [CheckpointVersion(named, {})], current=True, pods=PodProcesses(running=frozenset(self.pods))
         )
 
-    # The API server, as the driver and the moves of devices ask it.
+    # Requests of the driver, and of the moves of devices, to the API server.
 
     async def get_claim(self, namespace: str, name: str) -> Mapping[str, Any] | None:
         """Return a claim by its name, which is its UID here."""
@@ -160,7 +160,7 @@ class Served:
 
 
 class Grants(RegisterHost):
-    """The register of one process of the agent, and the scanner that looks for holders of devices.
+    """The register (who holds which device) of one process of the agent, and the scanner that looks for holders.
 
     reconciled: the (resource, device) pairs whose holders in checkpoint, cgroups and claim files were compared with the
     ledger. bridged: the resources whose devices are granted only after this comparison.
@@ -398,7 +398,7 @@ async def story(flow: Flow, record: Callable[[str, str], None]) -> None:
 
 
 async def aftermath(directory: Path, outside: Outside, source: DeviceSource) -> None:
-    """Start the agent again, and check that held devices are refused, and that all devices can still move."""
+    """Start the agent again, check that held devices are refused, and that all can move between limits and claims."""
     flow = await Flow.begin(directory, outside, source)
     try:
         for device in DEVICES:

@@ -1,6 +1,6 @@
 """One process of the agent (a `Life`): the real code, without sockets and threads, and with the model's clock.
 
-Each piece of the agent's periodic work (scan, move, compare, publish) is a method, so that a test sets their order.
+Each piece of the agent's periodic work (scan, move, compare, publish) is a method, so that a test can set the order.
 """
 
 from __future__ import annotations

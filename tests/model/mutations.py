@@ -1,4 +1,4 @@
-"""Mutations: each switches off one rule or kind of evidence, so that the model must find a double allocation."""
+"""Mutations: each switches off a rule or a kind of evidence of holders, so that the model finds a double allocation."""
 
 from __future__ import annotations
 
@@ -248,7 +248,7 @@ WALKS: Final[dict[str, tuple[str, tuple[tuple[object, str, Replacement], ...], s
 
 @contextmanager
 def without(what: str) -> Iterator[None]:
-    """Switch off a rule or a kind of evidence until the end of the block."""
+    """Switch off a rule, or a kind of evidence of devices' holders, until the end of the block."""
     with patched(MUTATIONS[what]):
         yield
 

@@ -296,7 +296,7 @@ class Outside:
         active |= self.foreign.keys()
         return PodResourcesReport(frozenset(), frozenset(("default", uid) for uid in active))
 
-    # The API server, as the agent's client and its publisher of slices see it.
+    # Requests of the agent's client, and of its publisher of slices, to the API server.
 
     async def ask(self) -> None:
         """Wait until the test lets the request go on. Raises ClusterError if the API server is away."""

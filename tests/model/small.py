@@ -73,7 +73,7 @@ CONTAINER: Final = "c"
 VISIBLE: Final = frozenset({"kubepods"})
 SHOWN, OLD, RECENT = 1.0, 1000.0, 2000.0
 BEGUN, FORMER, LATER, NOW = 2, 1, 9, 10
-"""Sequence numbers of the ledger: FORMER before a gathering of evidence began (BEGUN), LATER after it."""
+"""Sequence numbers of the ledger: FORMER is before the agent begins to look for holders (BEGUN), LATER after that."""
 
 
 class Device(NamedTuple):
@@ -190,7 +190,7 @@ class Request(NamedTuple):
 
 
 class Stage(NamedTuple):
-    """How far the agent is in gathering evidence, and what evidence it has.
+    """How far the agent is in gathering evidence about holders, and what evidence it has.
 
     moving: the moving devices; of devices in TO_DRA only the ones that are shown Unhealthy. written: the kubelet has
     written its checkpoint since the request. late: the scan began long ago. The other fields are sets of devices, each
@@ -354,7 +354,7 @@ def names(pair: tuple[bool, bool]) -> tuple[str, ...]:
 
 
 def at_stage(system: SystemState, stage: Stage) -> SystemState:
-    """Return the state at another stage; marks that belong to an earlier gathering of evidence are cleared."""
+    """Return the state at another stage; marks from an earlier search for evidence about holders are cleared."""
     begins = stage.step in {Step.NONE, Step.REQUESTED, Step.WITHDRAWN}
     has_read = stage.step in {Step.READ, Step.READ_FIRST, Step.OBSERVED}
     devices = tuple(
@@ -629,7 +629,7 @@ class Small:
                     yield f"begin {name} {side.value}", after
 
     def gathering(self, system: SystemState) -> Iterator[tuple[str, SystemState]]:
-        """The steps in which the agent gathers evidence and completes moves of devices, one after the other."""
+        """The agent's steps, one after the other, to gather evidence about holders and to complete moves of devices."""
         stage = system.stage
         if stage.step is Step.NONE:
             if system.sent:

@@ -56,7 +56,7 @@ async def live(directory: Path, kind: str, die_at: int) -> None:
 
 
 def kill_everywhere(directory: str, kind: str) -> None:
-    """Fork a child for each step, which dies at this step. Call it in a process without threads."""
+    """For each step, fork a child that dies at this step. The calling process must have no threads."""
     for die_at in range(1, 2000, EVERY):
         home = Path(directory, str(die_at))
         home.mkdir()
@@ -78,7 +78,7 @@ def kill_everywhere(directory: str, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", SOURCES)
 def test_a_kill_at_any_step_gives_nothing_twice_and_loses_nothing(memory: Path, kind: str) -> None:
-    """After a kill at any step, the restarted agent gives no device to two holders, and all devices can move."""
+    """After a kill at any step no device gets two holders, and all devices can move between limits and claims."""
     script = f"from tests.model.test_crash_points import kill_everywhere; kill_everywhere({str(memory)!r}, {kind!r})"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=300)
     lines = [[int(word) for word in line.split()] for line in done.stdout.splitlines()]

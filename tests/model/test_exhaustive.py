@@ -156,7 +156,7 @@ def test_a_lost_ledger_of_two_devices_is_rebuilt_so_that_neither_has_two_holders
 @exploration
 @at_length
 def test_two_devices_are_kept_apart_by_the_states_alone() -> None:
-    """The states of two devices alone, without a check of holders of the other kind, keep pods and claims apart."""
+    """Two devices' states alone, without a check of holders of the other kind, keep pods by limits and claims apart."""
     small = Small(claims=1, reasons=False)
     with patched(BY_STATE):
         halves = Halves(small, small.through_both)

@@ -176,7 +176,7 @@ def another_vendor_has_our_names() -> None:
 
 
 def the_register_is_lost_with(*more: str) -> Callable[[], None]:
-    """Return a plan: a pod and a claim hold devices while the agent loses its register, and the driver is renamed.
+    """Return a plan: a pod and a claim hold devices while the agent loses its records, and the driver is renamed.
 
     The pod was deleted by force before. Then other pods and claims request the hardware by all its names.
     """
@@ -214,7 +214,7 @@ def the_checkpoint_is_lost_before_a_scan() -> None:
 
 
 def a_driver_goes_before_its_lost_names_are_known() -> None:
-    """The register is lost, and the resource gets another driver before the agent reads the names in the slices."""
+    """The agent's records are lost, and the resource gets another driver before the agent reads the slices' names."""
     with walking(r=Setting(E, 1, 1)) as walk:
         assert walk.outside.slices[E].there
         walk.agent_is_killed()

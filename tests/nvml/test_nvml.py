@@ -760,7 +760,7 @@ async def test_replaced_driver_is_followed_with_its_new_library(tmp_path: Path, 
 async def test_hanging_library_blocks_nobody_and_is_given_up_after_its_time(
     gpus: FakeGpus, until: Until, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While a call hangs, the loop runs on, health is unknown and no second call begins; it recovers afterwards."""
+    """While a call hangs, the loop runs on, health is unknown and no second call begins; later the GPU is healthy."""
     monkeypatch.setattr(driver, "SCAN_TIMEOUT", 0.2)
     gpus.gpu(0)
     made = source(gpus)

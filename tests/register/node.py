@@ -179,13 +179,13 @@ async def offering(
 
 
 def registers(root: Path) -> list[Path]:
-    """Return the files of the register below the kubelet's root directory, without lock files."""
+    """Return the files of agents' records of holders below the kubelet's root directory, without lock files."""
     files = [path for name in ("*/ledger.db*", "dra-bridge/register.db*") for path in root.glob(f"plugins/{name}")]
     return [path for path in files if path.suffix != ".lock"]
 
 
 def lose_register(root: Path) -> None:
-    """Delete the register below the kubelet's root directory while no agent runs; lock files stay."""
+    """Delete the agents' records of holders below the kubelet's root directory while no agent runs; lock files stay."""
     for path in registers(root):
         path.unlink()
 

@@ -37,7 +37,7 @@ class ListedResource:
 
 
 class ListedResources(RegisterHost):
-    """A register of some resources. unknown: why a device's holder is unknown. foreign: uses by other agents."""
+    """Resources, and who holds them. unknown: why a device's holder is unknown. foreign: uses by other agents."""
 
     services: dict[str, ListedResource]
 

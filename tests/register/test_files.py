@@ -1,4 +1,4 @@
-"""Even if registers, copies or claim files are lost, or of another agent, no device has two holders."""
+"""Even if agents' records, their copies or claim files are lost, or of another agent, no device has two holders."""
 
 from __future__ import annotations
 

@@ -339,7 +339,7 @@ async def test_a_claim_that_was_allocated_elsewhere_gets_what_it_is_allocated_no
 async def test_without_its_register_a_device_that_a_claim_has_alone_is_shared_with_none(
     node: FakeNode, monkeypatch: pytest.MonkeyPatch, state: str
 ) -> None:
-    """A claim holds a whole device when the register is lost and the config adds replicas: other claims are refused.
+    """A claim has a whole device when the agent's records are lost and replicas are added: other claims are refused.
 
     state: what became of the kubelet's claim state; "forgotten": the pod was deleted by force and hangs.
     """

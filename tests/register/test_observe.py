@@ -206,7 +206,7 @@ def test_further_holders_are_recorded_beside_those_before() -> None:
 
 
 def test_a_pod_that_holds_what_is_on_the_other_side_quarantines_it() -> None:
-    """A device of the DRA side that a pod holds by limits is quarantined, unless only an old checkpoint says so."""
+    """A device for claims that a pod holds by limits is quarantined, unless only an old checkpoint says so."""
     for sure in (False, True):
         known = Known()
         device = Changed("devices", (R, "a"), DeviceRecord(R, "a", State.DRA, 0.0))

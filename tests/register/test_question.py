@@ -102,7 +102,7 @@ def test_parts_of_one_device_add_up_to_the_whole(tokens: tuple[str, ...]) -> Non
 
 
 def test_parts_of_one_thing_add_up_whatever_it_is_called() -> None:
-    """Two device names with a common token are the same hardware: their parts add up, and a refusal names both."""
+    """Two devices with a common identity token are the same hardware: their parts add up, and a refusal names both."""
     state = held(pod("a", "n1", amount=HALF), claim("b", "n1", "n2", amount=THIRD))
     assert asked(state, use("c", "n1", resource=S, amount=Amount("1/6"))) == ""
     reason = asked(state, use("c", "n1", "n3", resource=S, amount=HALF))
