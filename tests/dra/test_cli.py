@@ -185,7 +185,7 @@ class FakeFleet:
                 seen = len(self.server.log)
             for agent in list(self.agents.values()):
                 with self.lock:
-                    if not agent.deaf:  # a test that removes a Node makes its agent deaf first
+                    if not agent.deaf:  # a test sets this before it removes the Node
                         self.most = max(self.most, sum(one.moving for one in list(self.agents.values())))
                         agent.work()
 
@@ -229,7 +229,7 @@ def bridge(nodes: FakeFleet, capsys: pytest.CaptureFixture[str], logs_restored: 
 
 
 def claimed(nodes: FakeFleet, *names: str) -> None:
-    """Add nodes whose devices are all on the DRA side, and whose agents ignore further requests."""
+    """Add nodes whose devices are all for claims (DRA), and whose agents ignore further requests."""
     for name in names:
         agent = nodes.agent(name, share="all")
         with nodes.lock:
@@ -371,7 +371,7 @@ def test_node_selector_with_two_values_of_a_label(tmp_path: Path, capsys: pytest
 
 
 def test_manifests_of_an_own_agent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """For an author's own agent there is no ConfigMap; resources and drivers are the ones given to `run`."""
+    """An author's own agent gets no ConfigMap; its resources and drivers are those of the sources given to `run`."""
     example = Path(__file__).parents[2] / "examples" / "11-parameters.py"
     assert cli.main(["manifests", "--source", str(example), "--command", "python3 '/app/my agent.py'"]) == 0
     out, err = capsys.readouterr()

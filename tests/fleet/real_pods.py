@@ -50,7 +50,7 @@ class RealPods:
         self.failed: list[str] = []
 
     async def run(self, namespace: str) -> None:
-        """Follow the pods until cancelled."""
+        """Start and end the pods that the real scheduler binds, until cancelled."""
         follow = self._cluster.follow(PODS, namespace=namespace, field_selector="spec.nodeName!=")
         async with aclosing(follow) as events:
             async for event in events:

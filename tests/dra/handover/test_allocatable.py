@@ -205,7 +205,7 @@ def forbid(node: FakeNode) -> None:
 async def test_pods_that_come_while_devices_leave(
     node: FakeNode, allowed: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Pods wait for devices that move to DRA; if the agent may not write the Node's status, such pods fail."""
+    """The scheduler counts no devices that move to DRA; if the agent may not write the Node's status, pods fail."""
     caplog.set_level(logging.WARNING)
     if not allowed:
         forbid(node)

@@ -278,7 +278,7 @@ def test_a_driver_moves_its_own_devices_and_those_of_none(tmp_path: Path) -> Non
         assert Moving("e", leaving=True).in_state(store.snapshot, R, State.PLUGIN) == ()
 
 
-# Groups.
+# Groups: devices that only move together, because they are parts of one device.
 
 S = "example.com/other"
 GROUP = ((R, "a"), (R, "b"), (S, "c"))

@@ -134,7 +134,8 @@ async def test_an_unplugged_device_is_forgotten_once_nobody_holds_it(
 ) -> None:
     """The records of an unplugged device are deleted once it has no holder; when it is back, it is offered again.
 
-    The log warns if the device had a holder, says that its record is deleted, and does not say that it moved.
+    The log warns if the device had a holder. It says that the device's records are deleted, not that the device has
+    moved.
     """
     caplog.set_level(logging.INFO)
     source = fpgas(2)
@@ -151,7 +152,7 @@ async def test_an_unplugged_device_is_forgotten_once_nobody_holds_it(
             await here.until(lambda: "d1" in here.told and here.told["d1"].gone)
             await here.stopped(pod)
         await here.until(lambda: set(here.told) == {"d0"} == set(here.states))
-        await here.until(lambda: "without a holder are deleted: d1" in caplog.text)  # logged after it is recorded
+        await here.until(lambda: "without a holder are deleted: d1" in caplog.text)  # logged after the deletion
         lines = {line["msg"]: line for line in map(json.loads, map(logs.JsonFormatter().format, caplog.records))}
         (vanished,) = (line for text, line in lines.items() if text.startswith("device d1 vanished"))
         assert (vanished["level"], vanished["device"]) == ("warning" if held else "info", "d1")

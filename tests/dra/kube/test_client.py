@@ -309,7 +309,7 @@ async def test_no_dra() -> None:
 
 
 async def test_a_version_that_went_away() -> None:
-    """When the chosen version is no longer served, reads use the next; a create with the old version is refused."""
+    """When the server drops the chosen API version, reads use another one; a create with the old version is refused."""
     with FakeApiServer(versions=("v1beta1",)) as server:
         async with connected(server) as cluster:
             await cluster.list(RESOURCE_SLICES)
@@ -528,7 +528,7 @@ async def test_watches_that_break_off_begin_again_at_one_random_moment(
 
 
 async def test_gone_is_listed_again(server: FakeApiServer) -> None:
-    """After a 410 the client lists again."""
+    """After a 410 (the watch's resourceVersion is too old) the client lists again."""
     async with (
         connected(server, watch_seconds=(1.0, 1.0)) as cluster,
         aclosing(cluster.follow(NODES)) as events,

@@ -95,7 +95,7 @@ async def test_connections_are_kept() -> None:
 
 
 async def test_few_requests_are_under_way_at_a_time() -> None:
-    """At most MAX_REQUESTS connections exist for concurrent requests; further requests wait for one."""
+    """At most MAX_REQUESTS connections exist for concurrent requests; further requests wait for a connection."""
     async with answering(OK) as other, reaching(other.url) as server:
         answers = await asyncio.gather(*(server.request("GET", "/a", {}) for _ in range(3 * MAX_REQUESTS)))
         assert {bytes(answer.body) for answer in answers} == {b"{}"}

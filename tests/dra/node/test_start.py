@@ -85,7 +85,7 @@ async def test_a_lost_ledger_is_rebuilt_before_files_are_swept(node: FakeNode) -
 async def test_a_claim_that_ends_while_evidence_is_read_stays_ended(
     node: FakeNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If a claim is unprepared while the starting agent reads what claims hold, it does not hold its device again."""
+    """If a claim is unprepared while the starting agent reads what claims hold, the claim gets no device back."""
     async with running(node, Share(part=1.0)) as bridge:
         await moved(bridge, State.DRA)
         pod = await asyncio.to_thread(lambda: node.start_pod("train", template={D: 1}).wait_running(20))
@@ -224,7 +224,10 @@ async def test_no_slice_has_a_device_before_its_evidence_was_reconciled(
 async def test_nothing_moves_before_the_node_was_read(
     node: FakeNode, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """While the Node cannot be read, no device moves; then the Node's annotation counts, not the config's share."""
+    """Until the Node is read, no device moves.
+
+    Then its annotation, not the config, sets how many devices are for claims.
+    """
     follow, back = NodeWatch.run, asyncio.Event()
 
     async def later(self: NodeWatch) -> None:

@@ -290,7 +290,8 @@ def test_rollouts_end_and_undo_restores(
 ) -> None:
     """After a rollout each node has the requested share (devices for claims); undo restores all annotations.
 
-    This holds for any shares before, slow nodes, and commands that die and run again. At most N nodes move at once.
+    This holds whatever the shares were before, for slow nodes, and for commands that die and run again. At most N nodes
+    move at once.
     """
     at_first = {f"n{number}": {simulated.SHARE: text} if text else {} for number, text in enumerate(before)}
     group = simulated.Group({name: dict(found) for name, found in at_first.items()})
@@ -368,7 +369,7 @@ def test_who_takes_over_keeps_what_was_before() -> None:
 
 
 def test_a_node_that_is_gone_is_waited_for() -> None:
-    """A started node whose Node was deleted counts as moving, and stops the rollout after the time per node."""
+    """A started node without a Node object counts as moving, and stops the rollout after the time per node."""
     rest = [view("n2")]
     asked: dict[str, Any] = {"own": {"n1"}, "gone": ["n1"]}
     assert fleet.decide(Goal("all"), (), RolloutLimits(), **asked) == fleet.RolloutStep()

@@ -54,7 +54,7 @@ def view(*states: State) -> NodeView:
 
 
 def test_nodes_with_holders_on_both_sides() -> None:
-    """Only nodes with devices held on both sides, plugin and DRA, are looked at; a pod is not named a second time."""
+    """Only nodes with held devices of both plugin and DRA are checked; a pod that an agent has named is left out."""
     # The pods are created within one second, so the kubelet may take either for the older one.
     pods = {"n1": [pod("served", 1, dra=True), pod("young", 2)]}
     assert mixed(view(State.DRA, State.DRA)) == []

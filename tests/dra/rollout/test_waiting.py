@@ -165,7 +165,7 @@ def test_classes_that_name_one_extended_resource(classes: list[dict[str, Any]], 
 
 @pytest.mark.parametrize("taken", [{}, {R: class_name(R, D)}, {R: "former"}])
 def test_no_move_is_named_while_pods_get_devices_of_another_class(taken: dict[str, str]) -> None:
-    """If pods get devices by a former driver's DeviceClass, that class has to be deleted, so no move is named."""
+    """If pods get devices by a former driver's DeviceClass, this class has to be deleted, so hints name no move."""
     waits = [waiting.wait_of(pod("waits", 1), ())]
     found = waiting.hints_of(view(c=State.DRA), node(0), [], waits, taken)
     assert bool(found) is (taken != {R: "former"})

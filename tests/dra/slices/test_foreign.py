@@ -260,7 +260,7 @@ async def test_a_slice_that_may_not_be_deleted(server: FakeApiServer, code: int,
         assert "a policy says no" in text
         assert "kubectl delete resourceslice foreign" in text
         if generation < UNGROWABLE:
-            assert in_use(server) == ["gpu0", "gpu1", "gpu2"]  # the agent's generation is higher
+            assert in_use(server) == ["gpu0", "gpu1", "gpu2"]  # the agent's slices have a higher generation
         server.heal()
         await becomes(server, "gpu0", "gpu1", "gpu2")
         await until(lambda: publisher.state(DRIVER).foreign == (), "it is not shown any more")

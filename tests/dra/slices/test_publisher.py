@@ -590,7 +590,7 @@ async def test_dropped_fields_are_noticed(missing: str, caplog: pytest.LogCaptur
 
 
 async def test_fields_dropped_without_warning(server: FakeApiServer) -> None:
-    """If the server later drops taints, the answer to a write shows this, and the unhealthy device is withdrawn."""
+    """If the server drops taints after the dry run, a write's answer shows it; the unhealthy device is withdrawn."""
     async with publishing(server, pool(Device("a"), Device("b", health=Health.UNHEALTHY))) as publisher:
         server.features = FEATURES - {"taints"}
         await became(publisher, pool(Device("a"), Device("b")))
