@@ -625,7 +625,7 @@ def test_the_api_server_is_away(cluster: Cluster) -> None:
         gone = time.monotonic()
         (bridge.directory / "gate").touch()
         cluster.wait_for(lambda: list(CDI.glob("*.json")), 30, "the claim is prepared without an API server")
-        time.sleep(max(0.0, gone + OUTAGE - time.monotonic()))  # the length of the outage; nothing is waited for
+        time.sleep(max(0.0, gone + OUTAGE - time.monotonic()))  # the outage lasts this long; no condition is awaited
         cluster.start_apiserver()
         pod.wait_running(120)
         assert env_of(pod)["SLOW"] == "yes"
@@ -811,7 +811,7 @@ def test_steady_state(bridge: Bridge) -> None:
     cluster.wait_for(settled, 60, "what came with the pod is written")
     before = writes()
     with_agent = watches()
-    time.sleep(QUIET)  # the length of the observation; nothing is waited for
+    time.sleep(QUIET)  # the observation lasts this long; there is no condition to wait for
     cluster.wait_for(lambda: writes() == before, 5, f"nothing was written since {before}")  # kubelet.log may be late
     bridge.stop()
 

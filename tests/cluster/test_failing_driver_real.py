@@ -1,4 +1,4 @@
-"""A pod has claims of a failing and of a working driver: the devices that the kubelet counts, and the pod's start."""
+"""A pod has claims of a failing and of a working driver: which devices the kubelet counts, and when the pod starts."""
 
 from __future__ import annotations
 

@@ -385,7 +385,7 @@ def test_no_device_ever_has_two_holders(bridge: Bridge) -> None:
     def outage() -> None:
         with fault("API server away"):
             cluster.stop_apiserver()
-            time.sleep(3)  # the length of the outage; nothing is waited for
+            time.sleep(3)  # the outage lasts this long; no condition is awaited
             cluster.start_apiserver()
 
     with Churn(cluster) as churn:

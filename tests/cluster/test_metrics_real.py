@@ -171,7 +171,7 @@ def start_all(bridge: Bridge) -> dict[str, Pod]:
 
 
 def test_holders_are_what_the_pods_say(bridge: Bridge, prometheus: Prometheus) -> None:
-    """Each container that has a device is a series: by limits, by claim, with a replica, and an init container."""
+    """Each container with a device has a series: by limits, by claim, with a replica, and an init container."""
     cluster = bridge.cluster
     pods = start_all(bridge)
     wanted = (

@@ -140,7 +140,7 @@ def namespace(node: BlindNode) -> None:
 
 
 def hidepid(node: BlindNode) -> None:
-    """The agent sees no other users' processes: `cgroup.procs` is empty; in cgroup v1 a container's cgroup counts."""
+    """The agent sees no other users' processes (`cgroup.procs` is empty), but it sees containers' cgroups (v1)."""
     node.real = CgroupTree(node.home / "v1", "v1")
     node.real.create()
     node.looks_at = node.real.root

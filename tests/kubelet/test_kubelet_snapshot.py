@@ -27,7 +27,7 @@ class Gpus(DeviceSource):
 def scanned(
     *named: Allocation, known: tuple[Allocation, ...] = (), runs: str = "", current: bool = True
 ) -> HolderSnapshot:
-    """Return a scan's result: containers that the checkpoint names, other known ones, and pods whose processes run."""
+    """Return a scan's result. known: holders that the checkpoint lacks. runs: UIDs of pods whose processes run."""
     checkpoint = CheckpointVersion(frozenset(named), {R: frozenset({"gpu1", "gpu2::1"})})
     pods = PodProcesses(frozenset(runs.split()))
     return holders(known, HolderEvidence([checkpoint], current, pods, "" if current else "it was not written"), 5.0)

@@ -302,7 +302,7 @@ def test_two_resources_never_share_a_name(resources: list[str]) -> None:
 
 
 def test_directory_without_room_is_an_error_that_names_it() -> None:
-    """A directory with a path too long for a socket in it is an error that says so."""
+    """If a directory's path is too long for a socket in the directory, an error says so."""
     directory = "/" + "x" * 90
     with pytest.raises(RegistrationError, match="too long for a unix socket"):
         socket_name(R, directory, "0" * 8)
@@ -402,7 +402,7 @@ def test_dead_socket_of_before_a_reboot_is_replaced(kubelet_root: Path, caplog: 
             dead.bind(str(kubelet.socket))
         with serve(source(), kubelet, timeout=None) as agent:
             wait(lambda: R in agent.agent.services and agent.agent.services[R].registration.backoff.tries > 3)
-            assert agent.agent.services[R].registration.statistics.failures == 0  # no kubelet refused anything
+            assert agent.agent.services[R].registration.statistics.failures == 0  # without a kubelet no call fails
             kubelet.start()
             agent.wait_registered()
     said = [record.getMessage() for record in caplog.records if "does not answer" in record.getMessage()]

@@ -922,7 +922,7 @@ def test_no_request_breaks_allocate(containers: list[list[str]], replicas: int) 
 
 
 async def test_preference_is_numa_compact(serve: Serve) -> None:
-    """Without the hook `prefer`, devices on one NUMA node are preferred, if possible that of the ids to be included."""
+    """Without the hook `prefer`, devices on one NUMA node are preferred, if possible on that of the required ids."""
     served = await serve(Source(), *(Device(f"d{number}", numa=number // 2) for number in range(4)))
     assert await served.prefer("d0 d2 d3", "", 2) == ["d2", "d3"]
     assert await served.prefer("d0 d1 d2 d3", "d3", 2) == ["d2", "d3"]
@@ -1219,7 +1219,7 @@ async def test_a_device_that_is_held_keeps_its_number_of_replicas(
 
 
 async def test_each_input_of_the_device_list_is_compared(serve: Serve) -> None:
-    """`list_inputs`, after whose change a scan computes the device list again, changes with each of these events."""
+    """`list_inputs` changes with each event, such as a grant, after which a scan computes the device list again."""
     source = Slow(3)
     served = await serve(source, "a")
     seen = served.endpoint.list_inputs()

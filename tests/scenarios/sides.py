@@ -51,7 +51,7 @@ class Scene(ABC):
 
     @abstractmethod
     def begin(self, **resources: tuple[int, str]) -> None:
-        """Start the agent and wait for its offers. resources: number of devices, and `none` or `all` for claims."""
+        """Start the agent; wait until it offers each resource's devices, of which `none` or `all` are for claims."""
 
     @abstractmethod
     def share(self, **shares: str | int) -> None:
