@@ -11,7 +11,7 @@ from dra_bridge.kube.kubeconfig import KubeConfigError
 
 
 async def test_requests_that_wait_share_the_failure_to_read_the_configuration() -> None:
-    """If the configuration cannot be read, all waiting requests fail with the reason; the next one reads it again."""
+    """If a read of the configuration fails, all waiting requests fail with its error; the next request reads anew."""
     reads = 0
 
     async def configuration() -> Access:
