@@ -425,7 +425,7 @@ def test_a_held_device_comes_back_under_another_id(
 def test_a_node_that_another_resource_lists_as_well(
     scene: Scene, first: tuple[str, str], then: tuple[str, str], answer: str
 ) -> None:
-    """A plugin gives a device node for resource a, and resource b lists the same node: it has one holder at a time.
+    """A plugin gives a device node for resource a, and resource b lists it as well: the node has one holder at a time.
 
     first and then: for the holder and for the pod that waits for the holder's end, the resource, and limits or claim.
     """

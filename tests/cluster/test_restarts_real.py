@@ -70,7 +70,8 @@ def restart_kubelet(bridge: Bridge, *, without_agent: bool = False) -> dict[str,
     log = cluster.components["kubelet"].log
     before = log.stat().st_size
     cluster.restart_kubelet(reported=True)
-    # Pods are admitted one after the other, the oldest first. So all other pods were judged when a new pod runs.
+    # Pods are admitted one after the other, the oldest first. So if a new pod runs, the kubelet has admitted or denied
+    # all other pods.
     canary = cluster.start_pod(f"canary-{next(_CANARIES)}").wait_running()
     canary.delete()
     canary.wait_gone()

@@ -162,7 +162,7 @@ def test_the_agents_own_pod_is_found_by_its_hosts_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["kubepods", "kubepods/burstable"])
 def test_a_tree_that_cannot_be_listed_tells_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """If a directory of pod cgroups cannot be listed, it is not known which pods run; a missing one is no error."""
+    """If a directory of pod cgroups cannot be listed, it is unknown which pods run; a missing directory is no error."""
     (tmp_path / "cgroup.controllers").touch()
     made(tmp_path / "kubepods" / f"pod{U1}", populated=True)
     made(tmp_path / "kubepods" / "burstable", populated=True)

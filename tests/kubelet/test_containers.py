@@ -1,4 +1,4 @@
-"""Whether one container of a pod has ended, by the links to its logs and its cgroups."""
+"""Whether one container of a pod has ended, by its cgroups and the links to its logs."""
 
 from __future__ import annotations
 

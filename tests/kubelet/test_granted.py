@@ -62,7 +62,7 @@ def kept(response: pb.ContainerAllocateResponse) -> str:
 
 
 def test_an_answer_tells_what_each_device_was() -> None:
-    """From an AllocateResponse the agent reads each id's device, with its amount and its identity if it has one."""
+    """An AllocateResponse tells the agent for each id the device, the amount, and the identity, which may be empty."""
     response = pb.ContainerAllocateResponse(annotations={"other": "x"})
     annotate(response, R, {"a": A, "b::1": B, "c": C}, BOOT, SINCE)
     assert [granted(kept(response), R, name, BOOT) for name in ("a", "b::1", "c")] == [A, B, C]

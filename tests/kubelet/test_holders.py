@@ -218,7 +218,7 @@ def test_an_allocation_that_one_of_the_checkpoints_names_is_held() -> None:
 
 @given(st.dictionaries(st.sampled_from("abcd"), st.frozensets(st.sampled_from("abcd"))), st.booleans())
 def test_more_checkpoints_than_may_be_late_show_the_present(streams: dict[str, frozenset[str]], status: bool) -> None:
-    """Checkpoints are current if they are more than can be late, which is one per resource and one for the status."""
+    """A scan's checkpoints are current if there are more than can be late: one per resource and one for the status."""
     late = [
         CheckpointVersion(frozenset(), dict.fromkeys(others | {name}, frozenset())) for name, others in streams.items()
     ]

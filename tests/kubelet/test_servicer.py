@@ -493,7 +493,7 @@ async def test_repeated_ids_are_found_in_linear_time(serve: Serve) -> None:
 
 
 async def test_ids_in_errors_are_printable(serve: Serve) -> None:
-    """An error about a requested id shows it with escaped control characters, and cuts it if it is long."""
+    """An error about a requested id escapes the id's control characters, and cuts a long id."""
     served = await serve(Source(), "a")
     with refused(grpc.StatusCode.INVALID_ARGUMENT, "there is no device x\\x1b[31m"):
         await served.allocate(f"x\x1b[31m{'y' * 9000}")
@@ -826,7 +826,7 @@ async def test_a_withdrawal_waits_for_no_allocation(serve: Serve, monkeypatch: p
 
 
 async def test_processes_are_looked_for_after_the_last_hook(serve: Serve) -> None:
-    """The agent looks for former holders' processes after the last hook, so it sees one that starts during `edits`."""
+    """After the last hook the agent looks for former holders' processes, also for those that began during `edits`."""
     known = Known()
 
     class Slow(Source):
@@ -1198,7 +1198,7 @@ async def test_replicas_that_nobody_has_change_at_once(serve: Serve) -> None:
 async def test_a_device_that_is_held_keeps_its_number_of_replicas(
     serve: Serve, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """If a source changes the replicas of a held device, its ids stay until the holder ends, and the log says so."""
+    """If a source changes a held device's replicas, the ids stay until the holder ends, and the log says so."""
     source = Changing(3)
     source.now = 2
     source.go_on.set()

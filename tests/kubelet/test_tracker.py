@@ -269,7 +269,7 @@ async def test_a_plugin_that_nobody_listens_to_cannot_ask(tracked: TrackedKubele
 async def test_others_use_up_the_limit_of_pod_resources(
     tracked: TrackedKubelet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`List` of PodResources is tried again if its rate limit refuses it; a scan is current also without it."""
+    """A `List` that PodResources' rate limit refuses is tried again; a scan is current also without its answer."""
     tries = []
 
     def counted(channel: grpc.aio.Channel) -> object:

@@ -439,7 +439,7 @@ def test_a_device_is_withheld_until_released_succeeds(
     monkeypatch: pytest.MonkeyPatch,
     how: str,
 ) -> None:
-    """While `released` fails or hangs, its device is not offered, but the other one is; success offers it again."""
+    """While `released` fails or hangs for a device, only the other device is offered; after success both are."""
     monkeypatch.setattr(releases, "FIRST", 0.05)
     caplog.set_level("INFO")
     over = threading.Event()

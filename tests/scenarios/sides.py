@@ -469,7 +469,7 @@ class SidesScenarios:
 
     @AGENT
     def test_init_containers_and_sidecars(self, scene: Scene, agent: str) -> None:
-        """An init container holds its device, even if an earlier pod's container has its name; so does a sidecar."""
+        """An init container and a sidecar hold their devices, even if an earlier pod's container has the same name."""
         scene.begin(a=(1, "none"), b=(1, "none"))
         first, sidecar = scene.pod("first", "a"), scene.init_pod("sidecar", "b", sidecar=True)
         scene.running(first, sidecar)
