@@ -46,7 +46,7 @@ EACH = {
     ("ConfigMap", "config"): "groups",
     ("DaemonSet", ""): "groups",
 }
-"""By kind and condition of a repeated object: the name of the value whose list has an entry for each repetition."""
+"""By kind and condition of an object that the chart repeats: the name of the value with an entry for each object."""
 OWN_VALUES = {"attribute", "canonical", "class_name", "driver", "extended_resource_name", "tenant", "hard"}
 OPTIONAL = {
     "affinity": "affinity",
@@ -60,14 +60,14 @@ OPTIONAL = {
     "scheme": "scheme",
     "token": "not_bridge",
 }
-"""Values of keys that the template writes only under a condition; each with the name of the value that decides it."""
+"""By value of manifests.yaml that the template writes only under a condition: the name of the deciding value."""
 APPENDED = {
     "env": "more_env",
     "labels": "more_labels",
     "volumes": "more_volumes",
     "volumeMounts": "more_volume_mounts",
 }
-"""Keys of lists and mappings to which a value is appended, each with the name of this value."""
+"""By key of a list or mapping to which the chart's user can append: the name of the value that is appended."""
 
 
 class Writer:

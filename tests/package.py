@@ -32,7 +32,7 @@ MADE = re.compile(r"deviceplugin\.egg-info/|PKG-INFO$|setup\.cfg$")
 
 
 class PackageError(Exception):
-    """A distribution lacks something."""
+    """A distribution lacks a file, or a check of it fails."""
 
 
 def _run(command: Sequence[str | Path], cwd: Path) -> str:

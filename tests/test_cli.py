@@ -451,7 +451,7 @@ def test_file_beyond_its_options_is_not_run(tmp_path: Path, capsys: pytest.Captu
     assert capsys.readouterr().err.splitlines()[0] == own
     assert cli.main(["devices", str(file)]) == 0
     assert capsys.readouterr().err.splitlines() == [f"{own} --allow-host-path=/proc/version"]
-    assert cli.main([*run, "--allow-commands", "--allow-host-path", str(tmp_path)]) == 1  # refused later
+    assert cli.main([*run, "--allow-commands", "--allow-host-path", str(tmp_path)]) == 1  # fails later
     assert "File name too long" in capsys.readouterr().err
 
 

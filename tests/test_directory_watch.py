@@ -60,7 +60,7 @@ async def test_a_reader_is_not_woken_by_changes_of_another_part(tmp_path: Path) 
     names = Names(tmp_path)
     async with asyncio.timeout(20):
         with reading({names: lambda content: "a" in content}) as reader, reading({names: all_of}) as other:
-            await asyncio.gather(reader.wait(), other.wait())  # the first read
+            await asyncio.gather(reader.wait(), other.wait())  # both readers get the first read
             wait = asyncio.create_task(reader.wait())
             (tmp_path / "b").touch()
             await other.wait()

@@ -58,7 +58,7 @@ async def test_plain_hook_may_return_an_awaitable() -> None:
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 async def test_a_failed_hook_says_where(caplog: pytest.LogCaptureFixture, *, asynchronous: bool) -> None:
-    """The message has file and line of the hook's own code; at DEBUG the log has the traceback."""
+    """A failed hook's error has file and line of the hook's own code; at DEBUG the log has the traceback."""
 
     def plain() -> None:
         os.environ["NOPE"]

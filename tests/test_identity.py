@@ -58,7 +58,7 @@ NODES = nodes(
 def test_a_device_is_known_by_the_numbers_that_no_other_one_has(
     devices: Mapping[str, list[str]], tokens: Mapping[str, set[str]]
 ) -> None:
-    """A node that several devices have identifies a device only if it has no other; major number 1 never identifies."""
+    """A node of several devices identifies a device only if the device has no other node; major number 1 never does."""
     listed = [Device(name, nodes=paths) for name, paths in devices.items()]
     assert identity.identities(listed, NODES) == tokens
 
@@ -174,7 +174,7 @@ N0, N1 = frozenset({"char:188:0"}), frozenset({"char:188:1"})
     ],
 )
 def test_hardware_counts_before_numbers(was: identity.Tokens, now: identity.Tokens, same: bool) -> None:
-    """If two sets of tokens both name hardware, it decides whether they are one device; else the numbers decide."""
+    """If two sets of tokens both name hardware, the hardware decides whether they are one device; else the numbers."""
     assert identity.same_hardware(was, now) is identity.same_hardware(now, was) is same
 
 

@@ -44,11 +44,11 @@ class Installed:
         (self.container,) = self.pod["containers"]
         self.arguments: list[str] = self.container["args"]
         self.writable = {one["mountPath"]: not one.get("readOnly") for one in self.container["volumeMounts"]}
-        """By path in the container: whether it is writable."""
+        """By path of a mount in the container: whether the mount is writable."""
         self.hosts = {
             one["hostPath"]["path"]: one["hostPath"]["type"] for one in self.pod["volumes"] if "hostPath" in one
         }
-        """By path of the host that the pod sees: its type."""
+        """By path of the host that the pod mounts: the type of its volume."""
 
     def of(self, kind: str) -> list[Object]:
         return [one for one in self.objects if one["kind"] == kind]

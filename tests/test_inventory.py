@@ -14,7 +14,7 @@ R = "example.com/r"
 
 
 def test_first_list_counts_even_when_empty() -> None:
-    """An empty first list counts as listed."""
+    """After an empty first list, the resource's devices count as listed."""
     first = merged(InventorySnapshot(R), [])
     assert not InventorySnapshot(R).listed
     assert first.listed

@@ -50,7 +50,7 @@ PREFIX = "deviceplugin-cluster-"
 
 
 class Run:
-    """One isolated shell script, started from outside."""
+    """A shell script that runs isolated, started by a process outside of the isolation."""
 
     def __init__(self, script: str, directory: Path) -> None:
         self.mark = f"isolated-{os.urandom(6).hex()}"

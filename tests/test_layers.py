@@ -35,7 +35,7 @@ MAY_IMPORT = {
 """For each layer, the layers from which its modules may import, also for types alone (the table in CONTRIBUTING.md)."""
 
 LONGEST = 600
-"""Lines of a product module at the most."""
+"""The maximum number of lines in a product module."""
 
 
 def is_module(name: str) -> bool:

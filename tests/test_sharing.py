@@ -13,7 +13,7 @@ _ids = st.text(st.characters(categories=["L", "N", "P"]), min_size=1, max_size=2
 
 
 class Some(DeviceSource):
-    """A source that fails for device c."""
+    """A source whose `replicas_of` raises for device c."""
 
     resource = "example.com/card"
     replicas = 4

@@ -309,7 +309,7 @@ def test_a_list_that_cannot_be_used_harms_no_other_source(
         yield [Device("a", consumes={"gpu0": {"memory": 1}}, counters={"gpu0": {"memory": 4}})]
         again.wait(60.0)
         part = Device("a", consumes={"gpu0": amounts})
-        amounts["memory"] = "much"  # after the constructor has checked the value
+        amounts["memory"] = "much"  # changes the value after the constructor has checked it
         yield [part, Device("b")]
 
     bad, good = source_with(watch=watch)(), source_with(resource="example.com/good")()

@@ -19,9 +19,12 @@ GENERATED = {
 }
 """Pages that are generated from tests, from the code, or from measurements."""
 LONGEST = 40
-"""Words of a sentence at the most."""
+"""The maximum number of words in a sentence."""
 BUDGET = 20_000
-"""Words of all pages together, with their code. A word has a letter or a digit, so marks of tables are no words."""
+"""The maximum number of words in all pages together, with their code.
+
+A word has a letter or a digit, so marks of tables are no words.
+"""
 RULES = {
     r"\b[Ww]hoever\b|(?<![\w?] )\bWho (?!\w[^.?]*\?)": "name the subject: a user, an agent, a program",
     r"\bis told\b|\b[Ww]hat is told\b|\btells (?!the driver's)\w+": "things have, show, return or report",

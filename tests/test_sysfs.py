@@ -83,7 +83,7 @@ def test_parts_of_a_device_are_told_apart(tree: Tree) -> None:
 
 
 def test_a_pci_function_is_known_by_its_address(tree: Tree) -> None:
-    """The nearest PCI function or USB device counts; block devices have numbers of their own."""
+    """A node's hardware is the nearest PCI function or USB device; block devices have numbers of their own."""
     gpu = tree.pci("0000:01:00.0")
     tree.number("226:128", gpu, "drm/renderD128")
     tree.number("226:0", gpu, "drm/card0")

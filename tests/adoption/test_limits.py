@@ -60,7 +60,7 @@ ANSWER: dict[str, Any] = {
     "mounts": [["/opt/lib", "/opt/lib"]],
     "annotations": {"cdi.k8s.io/gadget": "vendor.example/gadget={ids}", "vendor.example/x": "y"},
     "cdi": ["vendor.example/gadget={id}"],
-    "extra": "f80105",  # a field that this version of the API lacks
+    "extra": "f80105",  # the bytes of a field that this version of the API lacks
 }
 
 

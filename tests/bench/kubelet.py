@@ -29,7 +29,7 @@ class Kubelet(pb_grpc.RegistrationServicer):
         self.root = Path(tempfile.mkdtemp(prefix="b-", dir="/tmp"))  # the paths of sockets must be short
         self.directory = self.root / "device-plugins"
         self.directory.mkdir()
-        claim_state.write(self.root, [])  # a kubelet with DRA writes this file at its first start
+        claim_state.write(self.root, [])  # a kubelet with DRA writes its claim state at its first start
         self.changed = threading.Condition()
         self.registered: list[tuple[float, str]] = []
         """For each call of Register: its time, and the file name of the plugin's socket."""

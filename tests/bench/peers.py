@@ -326,7 +326,7 @@ def inside(runs: int, rounds: int) -> int:
     """Run all measurements on a node and print them; return 1 if a limit is exceeded."""
     order, found = random.Random(1), defaultdict[tuple[Limit, int], list[float]](list)
     with Cluster() as cluster, agents(cluster) as sides:
-        for side in order.sample(sides, len(sides)):  # a warm-up, which also opens connections
+        for side in order.sample(sides, len(sides)):  # the first round is a warm-up, which also opens connections
             measure(cluster, side, SIZES[0], f"w{sides.index(side)}")
         for run in range(runs):
             for side in sides:

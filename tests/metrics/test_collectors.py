@@ -218,7 +218,7 @@ def watched(
         agent = served(*sources, report_holders=True, period=0.1).agent
         # The kubelet knows the resource before the agent has read the answer to Register.
         wait(lambda: all(one.registered for one in agent.status().resources), "the agent is registered")
-        # In the agent's own loop, since /healthz tests that loop.
+        # The metrics are served in the agent's own loop, since /healthz tests that loop.
         assert agent.loop is not None
         return fake_kubelet, loop.serving(agent, MetricsConfig(**options), agent.loop)
 

@@ -80,7 +80,7 @@ class TestChecked:
         ],
     )
     def test_anything_else_is_an_error_that_says_what(self, said: object, why: str) -> None:
-        """Any other result is an error that names the wrong value."""
+        """Any result of `measure` other than numbers by device and quantity is an error that names the wrong value."""
         with pytest.raises(MeasureError, match=why):
             checked(said, DEVICES)
 

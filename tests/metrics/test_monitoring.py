@@ -99,7 +99,7 @@ def test_only_the_agents_are_scraped(tmp_path: Path) -> None:
     """Only pods of the agents' namespaces are scraped, and labels with control characters are dropped."""
     config = yaml.safe_load((EXAMPLES / "prometheus.yaml").read_text())
     (job,) = config["scrape_configs"]
-    (found,) = job.pop("kubernetes_sd_configs")  # Debian's promtool does not know this option
+    (found,) = job.pop("kubernetes_sd_configs")  # Debian's promtool does not know `kubernetes_sd_configs`
     assert found == {"role": "pod", "namespaces": {"names": ["dra-bridge", "kube-system"]}}
     (rule,) = job["metric_relabel_configs"]
     assert rule["action"] == "drop"

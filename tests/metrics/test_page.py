@@ -296,7 +296,7 @@ class TestPage:
         assert one["share"] == {"requested": "2", "devices": 3, "claimable": 1, "leaving": 1, "returning": 0}
 
     def test_events_have_dates(self) -> None:
-        """Events have a date."""
+        """Events on the page have a date."""
         still = Still(resource("a"))
         view = replace(still.observer().view(), events=(Event(1.7e9, RESOURCE, "a vanished", bad=True),))
         assert "2023-11-14 22:13:20" in Table(page.html(view)).text

@@ -287,7 +287,7 @@ class TestRequests:
 
 
 class TestSharing:
-    """One rendering serves all clients."""
+    """One rendering of a page serves all clients."""
 
     def test_answers_are_shared(self, serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch) -> None:
         """Clients of a page share one rendering for each key of the route (here the query), compressed or not."""
@@ -306,7 +306,7 @@ class TestSharing:
         assert sorted(map(str, renderings)) == ["", "", "other"]
 
     def test_answers_are_made_anew(self, serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch) -> None:
-        """After its lifetime an answer is rendered again."""
+        """After the lifetime of a shared answer, the page is rendered again."""
         renderings = iter(range(10))
         server = serve(routes={"/page": Route(lambda key: Answer(b"%d" % next(renderings)))})
         monkeypatch.setattr(web, "LIFETIME", 0.0)

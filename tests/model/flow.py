@@ -131,10 +131,10 @@ class Outside(ClusterClaims):
         }
 
     async def set_devices(self, claim: ClaimRef, driver: str, devices: Sequence[Mapping[str, Any]]) -> None:
-        """Write no status."""
+        """Do nothing in place of writing a claim's status."""
 
     async def claim_event(self, claim: ClaimRef, reason: str, message: str) -> None:
-        """Write no Event."""
+        """Do nothing in place of writing an Event."""
 
     async def listed(self) -> Allocated:
         """List all claims."""
@@ -142,7 +142,7 @@ class Outside(ClusterClaims):
 
 
 class Served:
-    """A resource's devices and their ids, as the agent has them for the register."""
+    """A resource's devices and their ids at the kubelet, as the register gets them from the agent."""
 
     def __init__(self, source: DeviceSource, inventory: Inventory, held: Callable[[str], bool]) -> None:
         self.source = source

@@ -471,7 +471,7 @@ class Halves:
         """Return where the steps of `Small.ending` run in a circle; "" if they always end.
 
         None of these steps returns the part of a state that belongs to no device (`Shared`) to an earlier value: the
-        agent starts, ends its gathering of evidence without beginning another, and sends what it has not sent yet. The
+        agent starts, ends its search for holders without beginning another, and sends what it has not sent yet. The
         other steps change one device's part (half), whatever the other half is: if no half can come back to itself, no
         state can.
         """
@@ -487,7 +487,7 @@ class Halves:
         return ""
 
     def ended(self, *, serve: bool) -> Iterator[SystemState]:
-        """Yield the states in which everything that was begun has ended (`Small.ending`), with names exchanged once."""
+        """Yield the states in which all that was begun has ended (`Small.ending`), each once for all device names."""
         for shared, block in self.blocks.items():
             if not (shared.alive and shared.sent and shared.want) or shared.step:
                 continue

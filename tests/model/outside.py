@@ -66,7 +66,7 @@ class Pod:
 
     @property
     def allocation(self) -> Allocation:
-        """The allocation in the checkpoint."""
+        """The pod's allocation, as the checkpoint names it."""
         return Allocation(self.uid, "c", self.resource, self.device_id)
 
 
@@ -200,7 +200,7 @@ class Outside:
         self.write_state()
 
     def number(self) -> str:
-        """Return a new number."""
+        """Return a number that was not used before."""
         self.numbers += 1
         return str(self.numbers)
 
@@ -372,7 +372,7 @@ class Outside:
                 if offer.offered is None or key[1] in offer.offered:
                     mine.there[name] = Entry(key, offer.replicas.get(key[1], 1))
 
-    # What must be true.
+    # Checks that no hardware has too many holders.
 
     def holders(self) -> Iterator[tuple[str, str, Fraction]]:
         """Yield for each holder the hardware, the holder's name and the held part."""

@@ -68,7 +68,7 @@ NAMES: Final = ("0", "1")
 STATES: Final = tuple(State)
 MINE: Final = Moving(D)
 ALONE: Final = View()
-"""A view with only the register's own records."""
+"""A `View` without any facts: a decision depends on the register's own records alone."""
 CONTAINER: Final = "c"
 VISIBLE: Final = frozenset({"kubepods"})
 SHOWN, OLD, RECENT = 1.0, 1000.0, 2000.0
@@ -180,7 +180,7 @@ class Pod(NamedTuple):
 
 
 class Request(NamedTuple):
-    """A claim: on the API server, its device, on the node, whether its file exists, and in the ledger."""
+    """A claim: its state in the API, its device, its state on the node, whether it has a file, and its ledger state."""
 
     api: InApi = InApi.NONE
     device: int = -1

@@ -158,7 +158,7 @@ def test_a_full_disk_or_a_failing_fsync_at_any_step_gives_nothing_twice_and_lose
     memory: Path, late: bool, times: int
 ) -> None:
     """After failing writes at any step, no device has two holders or is lost, even if a failed write took effect."""
-    first = 6  # earlier statements make the database file
+    first = 6  # the steps before the sixth make the database file
     for at in range(first, 2000, EVERY):
         home = memory / str(at)
         home.mkdir()

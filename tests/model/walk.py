@@ -142,7 +142,7 @@ class Walk(RuleBasedStateMachine):
         return self.life
 
     def runtime(self, index: int) -> DriverRuntime | None:
-        """Return one of the drivers, or None without drivers."""
+        """Return one of the agent's DRA drivers, or None without drivers."""
         found = [self.here.drivers[name] for name in sorted(self.here.drivers)]
         return found[index % len(found)] if found else None
 
@@ -168,7 +168,7 @@ class Walk(RuleBasedStateMachine):
         self.here.die()
         self.life, self.work, self.outside.gate.waiting = None, [], []
         self.sent, self.outside.registered = {}, dict.fromkeys(self.outside.registered, frozenset[str]())
-        for _, done in self.outside.hooks:  # the hooks ran in the agent's process
+        for _, done in self.outside.hooks:  # the hooks end with the agent's process
             done.set()
         for pod in self.outside.pods:
             if pod.at == "busy":

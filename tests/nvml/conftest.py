@@ -23,7 +23,7 @@ def gpus(tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
     monkeypatch.setenv("FAKE_NVML", str(made.state))
     unload()
     yield made
-    made.state.unlink(missing_ok=True)  # no call hangs any more
+    made.state.unlink(missing_ok=True)  # calls that hang go on
     for thread in threading.enumerate():
         if thread.name == "nvml":
             thread.join(10)
@@ -34,7 +34,7 @@ def gpus(tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
 
 
 def unload() -> None:
-    """Unload the library with all of its state."""
+    """Unload the fake NVML library with all of its state."""
     import pynvml  # type: ignore[import-untyped]
 
     from deviceplugin.sources.nvidia.nvml import unload as unload_library

@@ -14,7 +14,7 @@ FLAGS = ("-shared", "-fPIC", "-O1", "-Wall", "-Wextra", "-Werror", "-Wno-unused-
 
 
 def build(directory: Path, driver: str = DRIVER) -> Path:
-    """Compile the fake library of a driver's version; a missing compiler is an error."""
+    """Compile the fake NVML library of a driver's version; a missing compiler is an error."""
     path = directory / "libnvidia-ml.so.1"
     made = directory / "new.so"
     flags = [*FLAGS, "-Wl,-soname,libnvidia-ml.so.1", f'-DVERSION="{driver}"']
@@ -24,7 +24,7 @@ def build(directory: Path, driver: str = DRIVER) -> Path:
 
 
 class FakeGpus:
-    """The values that the fake library returns; a change counts after `write`, which the methods call."""
+    """The values that the fake NVML library returns; a change counts after `write`, which the methods call."""
 
     def __init__(self, directory: Path, library: Path) -> None:
         self.directory = directory

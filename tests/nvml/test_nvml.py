@@ -135,7 +135,7 @@ async def test_env_names_the_devices_of_the_container_together(gpus: FakeGpus) -
     """Injection by env gives one variable with all UUIDs of the container, and no nodes."""
     uuids = [gpus.gpu(index) for index in range(3)]
     made = source(gpus)
-    edits = await edited(made, list(looked(gpus).values())[1::-1])  # in any order, as from the kubelet
+    edits = await edited(made, list(looked(gpus).values())[1::-1])  # the kubelet gives them in any order
     assert dict(edits.env) == {"NVIDIA_VISIBLE_DEVICES": ",".join(uuids[:2])}
     assert not edits.nodes
     assert not edits.cdi
@@ -417,7 +417,7 @@ def test_a_gpu_without_links_costs_the_others_nothing(gpus: FakeGpus) -> None:
     gpus.write(gpu3__return__nvmlDeviceGetTopologyCommonAncestor=999)
     links = links_of(gpus)
     assert score(0, 4, uuids, links) == 210
-    assert score(3, 7, uuids, links) == 100  # read from the other GPU of the link
+    assert score(3, 7, uuids, links) == 100  # the link is read from GPU 7
 
 
 # --- health ---------------------------------------------------------------------------------------
@@ -451,7 +451,7 @@ async def test_application_xids_are_counted_but_not_held_against_the_gpu(gpus: F
     made = source(gpus, ignore_xids=(13, 79), rules=HealthRules(quiet=None))
     async with closing(made) as lists:
         devices = await until(lists, len)
-        for code in (13, 79, 13, 31):  # not ignored by this config
+        for code in (13, 79, 13, 31):  # the last one is not ignored
             gpus.xid(0, code)
         found = await until(lists, lambda found: found[first].health is Health.UNHEALTHY)
         assert found[first].message == "XID 31"

@@ -332,7 +332,7 @@ async def test_a_claim_that_was_allocated_elsewhere_gets_what_it_is_allocated_no
         assert (got(node, owner), got(node, again)) == ({"d0"}, {"d1"})
 
 
-# A lost register, and a register without a claim's device.
+# Lost records of holders, and records without a claim's device.
 
 
 @pytest.mark.parametrize("state", ["kept", "lost", "forgotten"], ids=lambda state: f"state-{state}")

@@ -84,7 +84,7 @@ def test_a_holder_has_only_what_it_was_given() -> None:
     ids=["another place", "another stick", "another stick in the port", "nothing in common"],
 )
 def test_two_looks_are_of_one_device(was: Tokens, now: Tokens, same: bool) -> None:
-    """Two looks find the same device if its serial number is the same, or its port if it is identified by the port."""
+    """Two reads find the same device if its serial number is the same, or its port if it is identified by the port."""
     assert agree(was, now) is same
 
 

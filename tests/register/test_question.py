@@ -77,7 +77,7 @@ def held(*records: AllocationRecord | Claim) -> RegisterSnapshot:
 
 
 def use(name: str, *tokens: str, device: str = "", resource: str = R, amount: Amount = WHOLE, view: View = VIEW) -> Use:
-    """Return the use that a pod requests of a device id."""
+    """Return what a pod that requests a device id would use."""
     wanted = Wanted((resource, device or name), named(*tokens), amount)
     return wanted_use(allocation_unit(resource, name), wanted, view)
 

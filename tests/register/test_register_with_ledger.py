@@ -50,7 +50,7 @@ class RegisterOnDisk(ListedResources):
 
     async def state(self, device: str, to: State) -> None:
         """Move an idle device to this state."""
-        direct = cast("DirectLedger", self.ledger.ledger)  # its snapshot alone is read
+        direct = cast("DirectLedger", self.ledger.ledger)  # only its snapshot is needed
         await self.ledger.do(operations.begin_move(R, [device], Side.DRA, T0, driver=D))
         if to is not State.TO_DRA:
             await self.ledger.do(operations.commit_to_dra(R, [device], kubelet(direct), T0))

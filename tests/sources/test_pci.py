@@ -198,7 +198,7 @@ async def test_addresses_are_in_a_variable_of_the_container(tree: Tree) -> None:
     for number in (1, 2, 3):
         tree.pci(f"0000:0{number}:00.0")
     source = PciSource(PciConfig(vendor="8086"), resource="example.com/nic-10g", **tree.options)
-    edits = source.edits(source.scan()[1::-1])  # in any order, as from the kubelet
+    edits = source.edits(source.scan()[1::-1])  # the kubelet gives them in any order
     assert dict(edits.env) == {"PCIDEVICE_EXAMPLE_COM_NIC_10G": "0000:01:00.0,0000:02:00.0"}
 
 

@@ -111,7 +111,7 @@ def test_devices_that_no_serial_number_tells_apart_are_named_by_their_port(tree:
 
 
 def test_serial_number_may_be_anything(tree: Tree) -> None:
-    """In ids of serial numbers other characters are replaced; attributes are cut to the allowed length."""
+    """In ids with serial numbers, invalid characters are replaced; attributes are cut to the allowed length."""
     tree.usb("1-1", 2, serial="AB /\u00e9 \u20ac 1", name="\u00e9" * 50)
     (device,) = found(tree).values()
     assert device.id == "0403-6001-AB-1"
@@ -123,7 +123,7 @@ async def test_plugging_in_and_pulling_are_seen_by_their_events(tree: Tree) -> N
     tree.usb("1-1", 2, serial="1")
     async with asyncio.timeout(20), aclosing(cast("Any", usb(tree).watch())) as lists:
         assert [device.id for device in await anext(lists)] == ["0403-6001-1"]
-        tree.usb("2-1", 2, serial="2")  # on a new bus
+        tree.usb("2-1", 2, serial="2")  # a device on a new bus
         assert [device.id for device in await anext(lists)] == ["0403-6001-1", "0403-6001-2"]
         tree.pull("1-1")
         assert [device.id for device in await anext(lists)] == ["0403-6001-2"]
@@ -144,7 +144,7 @@ def test_device_keeps_its_id_when_another_one_with_its_serial_number_comes(tree:
     assert listed() == {"0403-6001-00000001": "002"}
     tree.usb("1-1", 3, serial="00000001")
     assert listed() == {"0403-6001-00000001": "002", "0403-6001-port-1-1": "003"}
-    (tree.sys / "bus/usb/devices/1-2/serial").rename(tree.sys / "serial")  # unreadable at one scan
+    (tree.sys / "bus/usb/devices/1-2/serial").rename(tree.sys / "serial")  # the serial number is unreadable
     assert listed() == {"0403-6001-00000001": "002", "0403-6001-port-1-1": "003"}
     tree.pull("1-2")
     assert listed() == {"0403-6001-port-1-1": "003"}

@@ -109,7 +109,7 @@ class Tree:
         (self.sys / "bus/usb/devices" / port).symlink_to(directory)
         node = self.dev / f"bus/usb/{bus:03}/{number:03}"
         node.parent.mkdir(parents=True, exist_ok=True)
-        node.touch()  # the last step, as in the kernel, which causes the event
+        node.touch()  # the node comes last, as from the kernel, and causes the event
         return directory
 
     def pull(self, port: str) -> None:

@@ -54,14 +54,14 @@ class Coroutines(DeviceSource):
         return ContainerEdits.merge(device.container_edits for device in devices)
 
     async def reset(self, devices: Sequence[Device]) -> None:
-        """Await."""
+        """Do nothing, as a coroutine function."""
 
     async def prefer(self, available: Sequence[Device], must_include: Sequence[Device], size: int) -> list[str]:
         """Choose ids."""
         return [device.id for device in available][:size]
 
     async def released(self, devices: Sequence[Device]) -> None:
-        """Await."""
+        """Do nothing, as a coroutine function."""
 
 
 def main() -> None:

@@ -117,8 +117,8 @@ def _make_site(_: Path, into: Path) -> None:
     )
     run([sys.executable, "-m", "pip", "install", "-q", *fits, f"--target={into / 'clients'}", clients], into)
     shutil.copytree(into / "clients", into / "site", dirs_exist_ok=True)
-    # The agent's unit may not write bytecode there, so each start would compile the files. This has no effect if this
-    # process has another version of Python than the machine.
+    # The agent's unit may not write bytecode into this directory, so each start would compile the files. Compiling here
+    # has no effect if this process has another version of Python than the machine.
     run([sys.executable, "-m", "compileall", "-q", "-j", "2", str(into / "site")], into)
 
 

@@ -204,7 +204,7 @@ class Machine:
             monitor.settimeout(30)
             monitor.connect(f"{self._directory}/qmp")
             answers = _lines(monitor)
-            next(answers)  # the monitor's greeting
+            next(answers)  # skip the monitor's greeting
             for each in ("qmp_capabilities", command):
                 monitor.sendall(json.dumps({"execute": each}).encode() + b"\n")
                 while "return" not in (answer := next(answers)):

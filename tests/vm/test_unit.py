@@ -188,7 +188,7 @@ def test_reboot(node: MachineCluster) -> None:
     """After a reboot, pods by limits and claim run again with the same devices; the agent starts before the kubelet."""
     assert node.machine.run("stat -f -c %T /run/cdi/").strip() == "tmpfs"
     pods = both(node)
-    had = [device_of(node, pod)[0] for pod in pods]  # without numbers, which an earlier test may have changed
+    had = [device_of(node, pod)[0] for pod in pods]  # names only: an earlier test may have changed the numbers
     node.machine.reboot()
     runs_again(node, pods)
     assert [device_of(node, pod)[0] for pod in pods] == had
