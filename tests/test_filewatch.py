@@ -1,4 +1,4 @@
-"""Watches of directories, which give hints that something in a directory changed."""
+"""Watches of directories, which give hints (wake the waiting task) when something in a directory has changed."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def directory(tmp_path: Path) -> Path:
 
 
 async def test_hint_for_each_name_that_comes_or_goes(watching: Watching, tmp_path: Path) -> None:
-    """Creating, renaming and removing a name in the directory are hints."""
+    """Creating, renaming and removing a name in the directory give hints (wake the waiting task)."""
     watch = await in_flight(watching(tmp_path))
     for change in (
         lambda: (tmp_path / "a").touch(),
@@ -174,7 +174,7 @@ async def test_who_wants_writes_hears_of_them_whoever_else_watches_the_directory
 
 
 async def test_hints_are_coalesced(watching: Watching, tmp_path: Path) -> None:
-    """Any number of changes before a wait give one hint."""
+    """Any number of changes before a wait give one hint (wake the waiting task once)."""
     watch = await in_flight(watching(tmp_path))
     for number in range(50):
         (tmp_path / str(number)).touch()
@@ -261,7 +261,7 @@ async def test_directory_that_is_not_there_yet(watching: Watching, tmp_path: Pat
 
 
 async def test_what_lies_beside_is_no_hint(watching: Watching, directory: Path, tmp_path: Path) -> None:
-    """Changes beside the directory, in its parent, are no hints."""
+    """Changes beside the directory, in its parent, give no hints (do not wake the waiting task)."""
     watch = await in_flight(watching(directory))
     (tmp_path / "other").touch()
     (tmp_path / "dd").mkdir()

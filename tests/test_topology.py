@@ -455,7 +455,7 @@ class TestDay:
 
     @pytest.mark.parametrize("name", SMALL)
     def test_requests_of_one_size_or_two(self, name: str) -> None:
-        """Without single devices the mean is no worse than the partition rule's, except on the hybrid cube mesh.
+        """If no pod requests one device, the mean is not below the partition rule's, except on the hybrid cube mesh.
 
         On this machine the highest total of a request takes one of the two closest pairs among four devices, and the
         next request would score higher with both halves of a ring.

@@ -89,7 +89,7 @@ def connect(server: Server) -> socket.socket:
 
 
 def read(client: socket.socket) -> bytes:
-    """Read until the end of the connection."""
+    """Return all that the server sends until the end of the connection."""
     pieces = []
     with contextlib.suppress(ConnectionError):
         while piece := client.recv(65536):

@@ -388,7 +388,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The result: how many states (with names exchanged counted once) and halves there are, and a problem or ""."""
+    """The result: how many states (names of devices do not count) and halves there are, and a problem or ""."""
 
     states: int
     halves: int

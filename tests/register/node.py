@@ -83,7 +83,7 @@ def plain(name: str) -> str:
 
 
 class Here(AgentOnNode):
-    """An agent that serves limits or also claims, and whose config can change; each `until` has a short limit."""
+    """An agent that serves limits or also claims, and whose config can change; waits have a short limit."""
 
     resource = A
     driver = D

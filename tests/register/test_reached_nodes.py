@@ -96,7 +96,7 @@ def test_parts_of_one_device_have_holders_at_the_same_time() -> None:
 
 
 def test_control_nodes_are_of_all() -> None:
-    """A device and several adopted ids can have holders at the same time although the responses name a control node."""
+    """A device and several adopted ids can have holders together although all responses name one control node."""
     state = RegisterSnapshot()
     for step in (allocate("d0"), forward("d0", frozenset({CONTROL})), forward("d1", frozenset({CONTROL}))):
         state = step(state)
