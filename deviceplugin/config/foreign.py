@@ -21,6 +21,8 @@ from deviceplugin.device import printable
 GENERIC_DOMAIN: Final = "squat.ai"
 SMARTER_DOMAIN: Final = "smarter-devices"
 NVIDIA_GPU: Final = "nvidia.com/gpu"
+NVIDIA_PART: Final = re.compile(r"nvidia\.com/mig-([1-9]g\.[1-9][0-9]{0,3}gb(?:[.-][a-z]+(?:\.[a-z]+)*)?)")
+"""The name of a resource of MIG partitions in NVIDIA's plugin: the profile with a dot in place of a plus sign."""
 NVIDIA_INJECTIONS: Final[Mapping[str, str]] = {"envvar": "env", "cdi-annotations": "cdi", "cdi-cri": "cdi"}
 NVIDIA_FLAGS: Final = frozenset({"migStrategy", "deviceListStrategy"})
 """The flags in the config file of NVIDIA's plugin that the import converts. For each other flag that is set, the import
@@ -370,7 +372,8 @@ def _nvidia(settings: Mapping[str, Any], made: Imported) -> None:
     flags = settings.get("flags") or {}
     plugin = flags.get("plugin") or {}
     nvidia: dict[str, Any] = {}
-    if (mig := flags.get("migStrategy", "none")) != "none":
+    mig = flags.get("migStrategy")  # None if the file does not set it: then a flag or environment variable may.
+    if mig not in (None, "none"):
         nvidia["mig"] = mig
     _nvidia_flags({**{key: value for key, value in flags.items() if key != "plugin"}, **plugin}, made)
     strategies = plugin.get("deviceListStrategy") or "envvar"
@@ -389,17 +392,18 @@ def _nvidia(settings: Mapping[str, Any], made: Imported) -> None:
     for base, one in shared:
         name = f"{base}.shared" if slicing.get("renameByDefault") else base
         note = _noting(name, made)
-        profile = re.fullmatch(r"nvidia\.com/mig-(.+gb)(?:\.(.+))?", base)
-        if profile is None and base != NVIDIA_GPU:
-            note("NVIDIA's plugin has no such resource")
+        part = NVIDIA_PART.fullmatch(base)
+        if (part is None and base != NVIDIA_GPU) or (part is not None and mig in {"none", "single"}):
+            note("NVIDIA's plugin has no such resource" + (f" with migStrategy {mig}" if part else ""))
             continue
         if one.get("rename") and _nvidia_name(one["rename"]) != name:
             note(f"rename {one['rename']}: NVIDIA's plugin ignores it too")
         if one.get("devices", "all") != "all":
             note(f"devices {one['devices']}: all GPUs get the replicas; `sharing.replicas` may name them by UUID")
-        of = {**nvidia, "profile": "+".join(filter(None, profile.groups()))} if profile else nvidia
-        if profile:
-            of = {key: value for key, value in of.items() if key != "mig"}
+        of = nvidia
+        if part:
+            of = {key: value for key, value in nvidia.items() if key != "mig"}
+            of["profile"] = part[1].replace("gb.", "gb+")
         sharing_here = {"replicas": int(one.get("replicas") or 1)}
         made.resources.append({"name": name, "devices": [{"nvidia": of}], "sharing": sharing_here})
     if not any(base == NVIDIA_GPU for base, _ in shared):

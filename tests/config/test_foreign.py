@@ -286,6 +286,8 @@ def test_nvidia() -> None:
         ),
         ("{name: mig-1g.10gb, replicas: 4}", "nvidia.com/mig-1g.10gb", {"profile": "1g.10gb"}, ""),
         ("{name: mig-1g.10gb.me, replicas: 4}", "nvidia.com/mig-1g.10gb.me", {"profile": "1g.10gb+me"}, ""),
+        ("{name: mig-1g.24gb.me.all, replicas: 4}", "nvidia.com/mig-1g.24gb.me.all", {"profile": "1g.24gb+me.all"}, ""),
+        ("{name: mig-1g.24gb-me, replicas: 4}", "nvidia.com/mig-1g.24gb-me", {"profile": "1g.24gb-me"}, ""),
     ],
 )
 def test_names_in_the_config_of_nvidia(entry: str, name: str, nvidia: dict[str, str], note: str) -> None:
@@ -296,11 +298,26 @@ def test_names_in_the_config_of_nvidia(entry: str, name: str, nvidia: dict[str, 
     assert imported(text).notes == [note] * bool(note)
 
 
-def test_unknown_resource_in_the_config_of_nvidia() -> None:
+@pytest.mark.parametrize("name", ["a100", "mig-a100", "mig-1c.2g.10gb", "mig-1g.10gb+me", "mig-1g.10gb."])
+def test_unknown_resource_in_the_config_of_nvidia(name: str) -> None:
     """Replicas of a resource that NVIDIA's plugin does not have are noted, and no GPU is listed for them."""
-    text = "sharing: {timeSlicing: {resources: [{name: nvidia.com/a100, replicas: 4}]}}"
+    text = f"sharing: {{timeSlicing: {{resources: [{{name: nvidia.com/{name}, replicas: 4}}]}}}}"
     assert resources(text) == {"nvidia.com/gpu": {"name": "nvidia.com/gpu", "devices": [{"nvidia": {}}]}}
-    assert imported(text).notes == ["nvidia.com/a100: NVIDIA's plugin has no such resource"]
+    assert imported(text).notes == [f"nvidia.com/{name}: NVIDIA's plugin has no such resource"]
+
+
+@pytest.mark.parametrize(("strategy", "mig"), [("none", {}), ("single", {"mig": "single"}), ("mixed", None)])
+def test_partitions_are_shared_only_with_mixed(strategy: str, mig: dict[str, str] | None) -> None:
+    """Replicas of a mig-* resource are noted and not imported, unless NVIDIA's plugin has it by migStrategy mixed."""
+    text = f"{{version: v1, flags: {{migStrategy: {strategy}}}, sharing: {{timeSlicing: {{renameByDefault: true, "
+    text += "resources: [{name: nvidia.com/mig-1g.5gb, replicas: 2}]}}}"
+    if mig is None:
+        assert "nvidia.com/mig-1g.5gb.shared" in resources(text)
+        assert imported(text).notes == []
+    else:
+        assert resources(text) == {"nvidia.com/gpu": {"name": "nvidia.com/gpu", "devices": [{"nvidia": mig}]}}
+        why = f"NVIDIA's plugin has no such resource with migStrategy {strategy}"
+        assert imported(text).notes == [f"nvidia.com/mig-1g.5gb.shared: {why}"]
 
 
 def test_flags_of_nvidia_without_a_counterpart_are_named() -> None:
