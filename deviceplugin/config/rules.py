@@ -36,6 +36,8 @@ class ConfigRules:
         self._lock = lock
         self._names: dict[str, int] = {}
         """For each resource name, the number of the first line with this name."""
+        self._mixed: dict[str, str] = {}
+        """For each domain, the name of the first resource with `mig: mixed`."""
         self._groups: dict[str, tuple[int, frozenset[str]]] = {}
         """For each path without wildcards in the key `group` of an entry: the line of its first use, and the paths of
         that group."""
@@ -123,6 +125,12 @@ class ConfigRules:
         if len(graphics) > 1:
             message = "a resource has one nvidia entry; choose among the GPUs with include and exclude"
             self._report(f"{path}.devices[{graphics[1]}]", message)
+        domain = name.partition("/")[0]
+        for index in graphics:
+            gpus = resource.devices[index].nvidia
+            if gpus is not None and gpus.mixed and (other := self._mixed.setdefault(domain, name)) != name:
+                message = f"{other} brings the resources {domain}/mig-<profile> already; give this one another domain"
+                self._report(f"{path}.devices[{index}].nvidia.mig", message)
         if resource.plugin is not None:
             if len(resource.devices) > 1:
                 message = "a resource with a plugin entry has no other; the plugin lists its devices"

@@ -21,6 +21,10 @@ MAX_TEXT: Final = 131_071
 MAX_PATH: Final = 4095
 """Maximum characters of a path (PATH_MAX without its NUL), and of each other text that has no limit of its own."""
 
+PROFILE: Final = r"(?:[1-9]c\.)?[1-9]g\.[1-9][0-9]{0,3}gb(?:[+-][a-z]+(?:\.[a-z]+)*)?"
+"""The name of a MIG profile, as NVIDIA's driver writes it. The attributes at its end (2026) are +me, +me.all, +gfx and
+-me."""
+
 _QUALIFIED = rf"(?:(?=[^/]{{1,253}}/){SUBDOMAIN}/)?(?=[^/]{{1,63}}$){NAME}"
 _STEP = r"/(?!\.{1,2}(?:/|$))[^/\x00]+"
 # An unclosed bracket is not allowed: fnmatch would match it literally, but in a config it is usually a mistake.
@@ -80,6 +84,14 @@ def _id_advice(value: str) -> str:
     if ids := re.fullmatch(r"([0-9a-fA-F]{4}):([0-9a-fA-F]{4})", value):
         return f'{value!r} is two ids; write "{ids[1]}" as `vendor`, "{ids[2]}" as `product` (of pci: `device`)'
     return f'{value!r} is not an id of four hexadecimal digits; write it in quotes, such as "8086"'
+
+
+def _profile_advice(value: str) -> str:
+    named = re.search(r"([0-9]c\.)?[0-9]g\.[0-9]+gb([+.-][a-z.]+)?$", value.lower())
+    # The name of a partition's resource has a dot in place of the plus sign.
+    guess = named[0].replace("gb.", "gb+") if named else ""
+    right = f"here {guess}" if re.fullmatch(PROFILE, guess) else "such as 1g.10gb or 1g.10gb+me"
+    return f"{value!r} is not a MIG profile; write it as nvidia-smi does, {right}"
 
 
 RESOURCE_NAME = _text(
@@ -162,10 +174,10 @@ PCI_CLASS = _text(
     examples=["03", "0108"],
 )
 MIG_PROFILE = _text(
-    r"(?:[0-9]c\.)?[0-9]g\.[0-9]{1,4}gb(?:[+.-][a-z0-9.+]+)?",
-    "{!r} is not a MIG profile; write it as nvidia-smi does, such as 1g.10gb",
+    PROFILE,
+    _profile_advice,
     "If set, the devices are the partitions of this profile, and `mig` has no effect.",
-    examples=["1g.10gb", "3g.40gb"],
+    examples=["1g.10gb", "1g.10gb+me"],
 )
 PATTERN = _text(
     r"(?:[^\x00\[]|\[(?:![^\x00]|[^!\x00])[^\]\x00]*\])+",

@@ -90,6 +90,11 @@ class NvidiaConfig(_Strict, frozen=True, kw_only=True):
         ),
     ] = None
 
+    @property
+    def mixed(self) -> bool:
+        """Whether these GPUs bring a resource for each MIG profile. `mig` has no effect beside `profile`."""
+        return self.mig == "mixed" and self.profile is None
+
 
 class PciConfig(_Strict, frozen=True, kw_only=True):
     __doc__ = "PCI devices that match all of these keys."

@@ -243,11 +243,11 @@ class ConfiguredSource(DeviceSource):
             answers.append(await answer if inspect.isawaitable(answer) else answer)
         return answers
 
-    def _mixed(self) -> list[NvidiaSource]:
-        """Return the sources of the entries that bring a resource for each MIG profile."""
-        pairs = [(entry.nvidia, source) for entry, source in zip(self.config.devices, self.entries, strict=True)]
-        mixed = [source for nvidia, source in pairs if nvidia and nvidia.mig == "mixed" and nvidia.profile is None]
-        return cast("list[NvidiaSource]", mixed)
+    def _mixed(self) -> NvidiaSource | None:
+        """Return the source of the entry that brings a resource for each MIG profile. A resource has at most one."""
+        pairs = zip(self.config.devices, self.entries, strict=True)
+        mixed = (source for entry, source in pairs if entry.nvidia is not None and entry.nvidia.mixed)
+        return cast("NvidiaSource | None", next(mixed, None))
 
     def children(self) -> tuple[ConfiguredSource, ...]:
         """Return the sources of the further resources known now: one for each other MIG profile, only for `limits`.
@@ -257,7 +257,7 @@ class ConfiguredSource(DeviceSource):
         shared, because the resource's setting `sharing` is for whole GPUs.
         """
         domain = self.resource.partition("/")[0]
-        for source in self._mixed():
+        if (source := self._mixed()) is not None:
             from deviceplugin.sources.nvidia import resource_of
 
             for profile in source.seen_profiles:
@@ -271,7 +271,7 @@ class ConfiguredSource(DeviceSource):
 
     async def child_sources(self) -> AsyncIterator[Sequence[DeviceSource]]:
         """Yield `children` when there is a first or a new MIG profile."""
-        for source in self._mixed():
+        if (source := self._mixed()) is not None:
             async with contextlib.aclosing(source.profiles()) as seen:
                 async for _ in seen:
                     yield self.children()

@@ -221,6 +221,12 @@ def test_wrong_resource_name_is_refused(name: str, advice: str) -> None:
         ("pci: 0000:3b:00.0", ".pci", 'write {address: "0000:3b:00.0"}'),
         ("usb: [{vendor: '0403'}, {}]", ".usb[1]", "would be every USB device"),
         ("usb: [{vendor: '0403'}]", ".usb", "the list has only 1; it needs at least 2"),
+        ("nvidia: {profile: 1g.10gb.me}", ".nvidia.profile", "as nvidia-smi does, here 1g.10gb+me"),
+        ("nvidia: {profile: nvidia.com/mig-1c.2g.48gb.me.all}", ".nvidia.profile", "here 1c.2g.48gb+me.all"),
+        ("nvidia: {profile: MIG 1G.24GB-ME}", ".nvidia.profile", "here 1g.24gb-me"),
+        ("nvidia: {profile: 1g.24gb+.gfx}", ".nvidia.profile", "such as 1g.10gb or 1g.10gb+me"),
+        ("nvidia: {profile: 0g.10gb}", ".nvidia.profile", "such as 1g.10gb or 1g.10gb+me"),
+        ("nvidia: {profile: 1g.05gb}", ".nvidia.profile", "such as 1g.10gb or 1g.10gb+me"),
     ],
 )
 def test_wrong_entry_is_named_with_advice(entry: str, path: str, advice: str) -> None:
@@ -360,6 +366,24 @@ def test_devices_that_nobody_would_be_offered_are_refused(
     found = problems("\n".join(("resources:", *resources)))
     assert [(problem.line, problem.path) for problem in found] == ([] if good else [(3, "$.resources[1]")])
     assert all("a/a" in problem.message for problem in found)
+
+
+@pytest.mark.parametrize(
+    ("name", "nvidia", "good"),
+    [
+        ("nvidia.com/b", "{mig: mixed}", False),
+        ("example.com/b", "{mig: mixed}", True),
+        ("nvidia.com/b", "{mig: single}", True),
+        ("nvidia.com/b", "{mig: mixed, profile: 1g.10gb}", True),  # `mig` has no effect beside `profile`
+    ],
+)
+def test_one_resource_of_a_domain_has_mixed(name: str, nvidia: str, *, good: bool) -> None:
+    """Two resources of one domain cannot have `mig: mixed`, as both would bring the same resources of profiles."""
+    first = "- {name: nvidia.com/a, devices: [{nvidia: {mig: mixed}}], include: [GPU-0*]}"
+    second = f"- {{name: {name}, include: [GPU-1*],\n   devices: [{{nvidia: {nvidia}}}]}}"
+    found = problems(f"resources:\n{first}\n{second}")
+    assert [(one.line, one.path) for one in found] == ([] if good else [(4, "$.resources[1].devices[0].nvidia.mig")])
+    assert all("nvidia.com/a" in one.message and "nvidia.com/mig-" in one.message for one in found)
 
 
 @pytest.mark.parametrize("glob", ["/dev/[abc]x", "/dev/[]]", "/dev/[!]a]", "/dev/[!a-c]/[[]", "/dev/a]b"])

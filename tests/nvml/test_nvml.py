@@ -8,6 +8,7 @@ import contextlib
 import ctypes
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
@@ -298,6 +299,42 @@ def test_mixed_keeps_whole_gpus_and_leaves_partitions_to_their_profiles(gpus: Fa
     assert set(looked(gpus, mig="mixed")) == {whole}
     assert set(looked(gpus, profile="1g.5gb")) == {small}
     assert set(looked(gpus, mig="mixed", profile="3g.20gb")) == {large}
+
+
+@pytest.mark.parametrize(
+    ("profile", "resource"),
+    [
+        ("1g.24gb+me", "nvidia.com/mig-1g.24gb.me"),
+        ("1g.24gb+me.all", "nvidia.com/mig-1g.24gb.me.all"),
+        ("1g.24gb+gfx", "nvidia.com/mig-1g.24gb.gfx"),
+        ("1g.24gb-me", "nvidia.com/mig-1g.24gb-me"),
+        ("1c.2g.48gb+gfx", "nvidia.com/mig-1c.2g.48gb.gfx"),
+    ],
+)
+def test_profiles_with_attributes(gpus: FakeGpus, profile: str, resource: str) -> None:
+    """A profile's name may end in attributes as NVIDIA writes them; its resource has the name as in NVIDIA's plugin."""
+    gpus.gpu(0)
+    gpus.partition(0, 0, re.sub("[+-].*", "", profile))
+    part = gpus.partition(0, 1, profile)
+    assert nvidia.resource_of(profile) == resource.removeprefix("nvidia.com/")
+    text = f"resources: [{{name: {resource}, devices: [{{nvidia: {{profile: {profile}}}}}]}}]"
+    wanted = config.parse(text).resources[0].devices[0].nvidia
+    assert wanted is not None
+    assert set(looked(gpus, profile=wanted.profile)) == {part}
+
+
+def test_profile_that_no_partition_has_is_told(gpus: FakeGpus) -> None:
+    """A profile that no partition has gets a note with the profiles that partitions have."""
+    gpus.gpu(0)
+    made = once(gpus, profile="1g.5gb+me")
+    assert (made.devices(), made.notes) == ([], ("no partition has the profile 1g.5gb+me; there are none",))
+    gpus.partition(0, 0, "3g.20gb")
+    gpus.partition(0, 1, "1g.5gb")
+    made = once(gpus, profile="1g.5gb+me")
+    assert (made.devices(), made.notes) == ([], ("no partition has the profile 1g.5gb+me; there are 1g.5gb, 3g.20gb",))
+    gpus.partition(0, 2, "1g.5gb+me")
+    made = once(gpus, profile="1g.5gb+me")
+    assert (len(made.devices()), made.notes) == (1, ())
 
 
 async def test_mixed_brings_a_resource_for_each_profile_along(gpus: FakeGpus) -> None:

@@ -84,6 +84,27 @@ def test_mixed_serves_whole_gpus_and_each_profile(
     assert set(fake_kubelet.devices("nvidia.com/mig-3g.40gb")) == {large}
 
 
+def test_mixed_in_two_domains_serves_each_profile_in_both(
+    gpus: FakeGpus, fake_kubelet: FakeKubelet, tmp_path: Path, configured: Configured, served: Serve
+) -> None:
+    """With mig: mixed in two domains, each has a resource of a profile that is made later, with its own GPUs."""
+    for index in range(2):
+        gpus.gpu(index, mig=1)
+    file = tmp_path / "config.yaml"
+    settings = "devices: [{nvidia: {mig: mixed}}], health: {period: 1}"
+    both = (
+        f"- {{name: nvidia.com/gpu, {settings}, include: ['0000:07:*']}}",
+        f"- {{name: example.com/gpu, {settings}, include: ['0000:08:*']}}",
+    )
+    file.write_text("\n".join(("resources:", *both)))
+    served(*ConfigFile.read(file, OPEN).sources())
+    fake_kubelet.wait_until(lambda: {"nvidia.com/gpu", "example.com/gpu"} <= set(fake_kubelet.resources()))
+    parts = [gpus.partition(index, 0, "1g.10gb") for index in range(2)]
+    for index, name in enumerate(("nvidia.com/mig-1g.10gb", "example.com/mig-1g.10gb")):
+        fake_kubelet.wait_allocatable(name, 1)
+        assert set(fake_kubelet.devices(name)) == {parts[index]}
+
+
 def test_profile_of_a_resource_of_any_name_is_left_out_by_mixed(
     gpus: FakeGpus, fake_kubelet: FakeKubelet, tmp_path: Path, configured: Configured, served: Serve
 ) -> None:

@@ -109,6 +109,9 @@ class NvidiaSource(DeviceSource):
         unequal = self._unequal(scan) if self.wanted.mig == "single" and self.wanted.profile is None else ""
         if unequal:
             notes.append(unequal)
+        if self.wanted.profile is not None and scan.gpus and not listed:
+            found = sorted({part.profile for gpu in scan.gpus for part in gpu.partitions or ()})
+            notes.append(f"no partition has the profile {self.wanted.profile}; there are {', '.join(found) or 'none'}")
         self.notes = tuple(notes)
         return [self._with_health(device, unequal) for device in made]
 
