@@ -43,17 +43,25 @@ def names_of(kind: str, directories: Iterable[str]) -> frozenset[str]:
 def nodes_of(names: Collection[str], directories: Iterable[str]) -> Tokens:
     """Return the tokens of the device nodes that a container gets with CDI devices.
 
-    A name without a spec gives no token. If a spec has no number for a node, the token has the node's present number.
-    names: the fully qualified names of the CDI devices, `vendor/class=name`.
+    A name without a spec gives no token. names: the fully qualified names of the CDI devices, `vendor/class=name`.
     """
-    tokens: set[str] = set()
-    wanted = {(kind, name) for kind, _, name in (each.partition("=") for each in names)}
+    return frozenset[str]().union(*nodes_by_name(names, directories).values())
+
+
+def nodes_by_name(names: Collection[str], directories: Iterable[str]) -> dict[str, Tokens]:
+    """Return, for each of these CDI devices that has a spec, the tokens of the device nodes that a container gets.
+
+    If a spec has no number for a node, the token has the node's present number. names: as of `nodes_of`.
+    """
+    tokens: dict[str, set[str]] = {}
+    wanted = {(kind, short): full for full, (kind, _, short) in ((each, each.partition("=")) for each in names)}
     for spec in _specs(directories) if wanted else ():
-        for name, nodes in spec.devices.items():
-            if (spec.kind, name) in wanted:
+        for short, nodes in spec.devices.items():
+            if (full := wanted.get((spec.kind, short))) is not None:
+                of = tokens.setdefault(full, set())
                 for node in (*spec.common, *nodes):
-                    tokens |= _numbers(node)
-    return frozenset(tokens)
+                    of |= _numbers(node)
+    return {full: frozenset(of) for full, of in tokens.items()}
 
 
 def token_of(node: Mapping[str, Any]) -> str:

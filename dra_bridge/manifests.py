@@ -19,7 +19,7 @@ from typing import Any, Final, Literal
 
 import yaml
 
-from deviceplugin import addresses, cdi
+from deviceplugin import addresses, cdi, cdi_specs
 from deviceplugin.config import ADOPTED, Config, ResourceConfig, needed
 from deviceplugin.naming import EXTENDED_RESOURCE, canonical_resource, class_name
 from deviceplugin.version import VERSION
@@ -171,9 +171,9 @@ def manifests(config: Config, text: str, deployment: Deployment | None = None) -
         _mount(pod, f"sys-{number}", directory, "Directory", read_only=False)
     if lock.plugins:
         _mount(pod, "adopted", ADOPTED, "DirectoryOrCreate", read_only=False)
-    if any(gpus.injection == "cdi" for gpus in nvidia) and how.cdi_directory != "/etc/cdi":
-        # NVIDIA's own tools write a CDI spec with the names of GPUs to /etc/cdi.
-        _mount(pod, "etc-cdi", "/etc/cdi", "DirectoryOrCreate")
+    if how.cdi_directory != cdi_specs.STATIC:
+        # NVIDIA's tools write the CDI spec of GPUs to it. Claims of other drivers may have devices of its specs.
+        _mount(pod, "etc-cdi", cdi_specs.STATIC, "DirectoryOrCreate")
     return [*first, *classes, *last]
 
 

@@ -110,7 +110,8 @@ def nothing_said(made: Installed) -> None:
     ]
     kubelet = "/var/lib/kubelet"
     own = {f"{kubelet}/device-plugins", f"{kubelet}/plugins/dra-bridge", f"{kubelet}/plugins_registry", "/var/run/cdi"}
-    read = {kubelet, "/sys/fs/cgroup", f"{kubelet}/pod-resources", "/dev", "/var/log/pods", "/var/log/containers"}
+    read = {kubelet, "/sys/fs/cgroup", f"{kubelet}/pod-resources", "/dev", "/etc/cdi"}
+    read |= {"/var/log/pods", "/var/log/containers"}
     assert made.hosts.keys() == own | read | {"/run/fpga", "/srv/x"}
     assert {path for path, writable in made.writable.items() if writable} == own
     assert [one["name"] for one in made.container["volumeMounts"]] == [one["name"] for one in made.pod["volumes"]]
@@ -265,7 +266,8 @@ def taken(made: Installed) -> argparse.Namespace:
 def places_of_the_nodes(made: Installed) -> None:
     """Paths that differ from the defaults are arguments of the agent, and are mounted at the same path."""
     hosts = {one["name"]: one["hostPath"]["path"] for one in made.pod["volumes"] if "hostPath" in one}
-    same = {path: path for path in ("/k", "/plugins", "/run/k", "/var/log/containers", "/logs", "/var/run/cdi", "/dev")}
+    cdi = ("/var/run/cdi", "/etc/cdi")
+    same = {path: path for path in ("/k", "/plugins", "/run/k", "/var/log/containers", "/logs", *cdi, "/dev")}
     mounts = {hosts[one["name"]]: one["mountPath"] for one in made.container["volumeMounts"] if one["name"] in hosts}
     assert mounts == {**same, "/cgroup": "/host/sys/fs/cgroup"}
     found = taken(made)
@@ -358,12 +360,18 @@ def directories_within_another(made: Installed) -> None:
 @case("--runtime-class=nvidia", fields="devices: [{nvidia: {injection: env}}]", runtimeClass="nvidia")
 @case("--runtime-class=nvidia", fields="devices: [{nvidia: {injection: cdi}}]", runtimeClass="nvidia")
 def nvidia(made: Installed) -> None:
-    """With a RuntimeClass the pod gets the driver's library, and the CDI directory if GPUs are injected by CDI."""
+    """With a RuntimeClass, the NVIDIA container runtime gives the agent's pod the library of the driver."""
     environment = {one["name"]: one.get("value") for one in made.container["env"]}
     assert made.pod["runtimeClassName"] == "nvidia"
     assert environment["NVIDIA_VISIBLE_DEVICES"] == "all"
     assert environment["NVIDIA_DRIVER_CAPABILITIES"] == "utility"
-    assert ("/etc/cdi" in made.writable) is ("cdi}" in made.of("ConfigMap")[0]["data"]["config.yaml"])
+
+
+@case()
+@case("--cdi-dir=/etc/cdi", cdiDir="/etc/cdi")
+def both_directories_of_cdi_specs(made: Installed) -> None:
+    """The agent sees the CDI specs in /etc/cdi, and writes there only if this is the agent's CDI directory."""
+    assert made.writable["/etc/cdi"] is ("/var/run/cdi" not in made.writable)
 
 
 @case(fields="devices: [{plugin: {}}]")

@@ -4,22 +4,23 @@ Such claims remain after `dra-bridge run` was replaced by `deviceplugin run`, an
 or removed from the configuration. For each of these claims, a file of an earlier agent
 (`deviceplugin.register.claim_files`) names the claim's devices. Claims of vendors' drivers are found as well. The
 devices of a claim of a vendor's driver are known only by the device nodes in CDI specs, because the vendor's driver has
-other names for devices.
+other names for devices. While no spec has a claim's CDI device, for example because the vendor's driver has not started
+again after a reboot, the claim may hold any device.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, NamedTuple
 
 from deviceplugin import cdi
-from deviceplugin.cdi_specs import directories, nodes_of
+from deviceplugin.cdi_specs import directories, nodes_by_name
 from deviceplugin.files import FileIdentity, file_identity
-from deviceplugin.identity import boot_id
+from deviceplugin.identity import Tokens, boot_id
 from deviceplugin.kubelet import claim_state
 from deviceplugin.kubelet.cgroups import PodReader
 from deviceplugin.kubelet.claim_state import ClaimStateError, ClaimStateMissingError, PreparedClaim
@@ -47,10 +48,10 @@ def _is_ours(claim: PreparedClaim, driver: str) -> bool:
 class _Held(NamedTuple):
     """The devices that claims of drivers outside this process hold, as far as known.
 
-    unknown: why unknown claims may hold devices (files cannot be read); "" if the claims are known. lost: why a claim
-    that an agent of this project prepared may hold any device (its file is missing or damaged); "" if there is no such
-    claim. drivers: for each driver with a claim whose devices are unknown, the reason. sources: the kinds of evidence
-    whose failure makes holders unknown.
+    unknown: why unknown claims may hold devices (files cannot be read); "" if the claims are known. lost: why a known
+    claim may hold any device (its file or CDI spec is missing or damaged); "" if there is no such claim. drivers: for
+    each driver with a claim whose devices are unknown, the reason. sources: the kinds of evidence whose failure makes
+    holders unknown.
     """
 
     uses: tuple[Use, ...] = ()
@@ -83,6 +84,9 @@ class OrphanedClaims:
     _files: tuple[ClaimFile, ...] | OSError = field(default=(), init=False)
     _remembered: dict[tuple[str, str], ClaimFile] = field(default_factory=dict, init=False)
     """For each (driver, claim UID) in the claim state: the last content of the claim's file."""
+    _nodes: Mapping[str, Tokens] = field(default_factory=dict, init=False)
+    """For each CDI device of these claims that a spec has, or had: the tokens of its nodes, as long as a claim has it.
+    A container keeps the nodes when the spec is removed or changed."""
     _made_from: object = field(default=None, init=False)
     _made_at: float = field(default=-math.inf, init=False)
     _unnamed: bool = field(default=False, init=False)
@@ -102,9 +106,9 @@ class OrphanedClaims:
         return held.unknown or held.lost or held.drivers.get(driver or "", "")
 
     def lost(self) -> str:
-        """Return why a claim that an agent of this project prepared may hold any device; "" if there is no such claim.
+        """Return why a claim of a driver that this process does not run may hold any device; "" if no claim may.
 
-        Such a claim is in the claim state, its file is missing or damaged, and this process does not run its driver.
+        The claim state has such a claim, and its file (of an agent of this project) or CDI spec is missing or damaged.
         """
         return self._held.lost
 
@@ -134,7 +138,8 @@ class OrphanedClaims:
             self._read_files(directory, served)
         # `foreign` has each claim with devices of a driver that this process does not run.
         foreign = [claim for claim in self._claims if not served.issuperset(claim.devices)]
-        made_from = foreign, self._problem, self._files, served
+        self._nodes = self._nodes_of(foreign) if foreign else {}
+        made_from = foreign, self._problem, self._files, served, self._nodes
         if made_from != self._made_from or (self._unnamed and now - self._made_at >= ENDING):
             held = self._decide(self._counted(foreign, served), foreign, served)
             self._held = held._replace(uses=self._held.uses) if held.uses == self._held.uses else held
@@ -154,6 +159,13 @@ class OrphanedClaims:
             self._files = claim_files.read_all(self._own, served)
         except OSError as error:
             self._files = error
+
+    def _nodes_of(self, claims: Iterable[PreparedClaim]) -> dict[str, Tokens]:
+        """Read the CDI specs; return for each CDI device of these claims the tokens of its nodes (see `_nodes`)."""
+        names = frozenset[str]().union(*(of for claim in claims for of in claim.cdi_ids.values()))
+        found, former = nodes_by_name(names, directories(self.cdi_directory)), self._nodes
+        known = names & (former.keys() | found.keys())
+        return {name: former.get(name, frozenset()) | found.get(name, frozenset()) for name in known}
 
     def _counted(self, claims: Sequence[PreparedClaim], served: Collection[str]) -> list[ClaimFile]:
         """Return the claim files whose devices may still be held.
@@ -203,13 +215,17 @@ class OrphanedClaims:
             filed = {file.driver for file in files if file.uid == claim.uid and file.devices is not None}
             others = claim.devices.keys() - served - filed
             names = frozenset[str]().union(*(claim.cdi_ids.get(driver, ()) for driver in others))
-            if names and (tokens := nodes_of(names, directories(self.cdi_directory))):
+            if tokens := frozenset[str]().union(*(self._nodes.get(name, ()) for name in names)):
                 who = f"claim {claim.title} through driver {', '.join(sorted(others))}, which is not served here"
                 uses.append(Use(("foreign", claim.uid), who, None, tokens, None))
-            for driver in others:
+            for driver in sorted(others):
+                who = f"claim {claim.title} through driver {driver}, which is not served here"
+                unnamed = sorted(claim.cdi_ids.get(driver, frozenset()) - self._nodes.keys())
                 if _is_ours(claim, driver):
-                    who = f"claim {claim.title} through driver {driver}, which is not served here"
                     lost.append(f"there is no file of {who}, in {self._own}")
+                elif unnamed:
+                    places = " or ".join(directories(self.cdi_directory))
+                    lost.append(f"no CDI spec in {places} has {unnamed[0]}, a device of {who}")
                 if claim.devices[driver]:
                     drivers[driver] = f"it is not known what claim {claim.title} through driver {driver} holds"
         unknown, why = (f"{_UNKNOWN}: {those[0]}" if those else "" for those in (problems, lost))

@@ -273,9 +273,9 @@ class OtherDriver(BareDriver):
                 for path in paths
             ],
         }
-        self._spec = Path("/var/run/cdi/other.json")
-        self._spec.parent.mkdir(parents=True, exist_ok=True)
-        self._spec.write_text(json.dumps(spec))
+        self.spec = Path("/var/run/cdi/other.json")
+        self.spec.parent.mkdir(parents=True, exist_ok=True)
+        self.spec.write_text(json.dumps(spec))
         super().__init__(Path("/var/lib/kubelet"), self.NAME)
         node = scene.cluster.node_name
         pool = {"name": node, "generation": 1, "resourceSliceCount": 1}
@@ -313,7 +313,7 @@ class OtherDriver(BareDriver):
     def stop(self) -> None:
         """Stop the driver, and remove its CDI spec."""
         super().stop()
-        self._spec.unlink(missing_ok=True)
+        self.spec.unlink(missing_ok=True)
 
 
 def test_to_another_vendors_driver(scene: Scene) -> None:
@@ -354,7 +354,7 @@ def test_to_another_vendors_driver(scene: Scene) -> None:
 
 
 def test_a_claim_of_another_vendors_driver_has_a_device(scene: Scene) -> None:
-    """A claim holds the device by another driver's static CDI spec: no pod gets the device before the claim ends."""
+    """A claim holds the device by another driver's CDI spec, also if the spec is absent for a time: no pod gets it."""
     cluster = scene.cluster
     if cluster.minor < 34:
         pytest.skip("the other driver speaks a version of the API that came with 1.34")
@@ -370,6 +370,14 @@ def test_a_claim_of_another_vendors_driver_has_a_device(scene: Scene) -> None:
     scene.before = len(locks.holders())
     cluster.wait_allocatable(named("a"), 0)
     scene.wait(plain("wants-plain", "a"))
+    scene.observe(5)
+    spec = driver.spec.read_text()
+    agents.stop()
+    driver.spec.unlink()
+    agents.start()
+    agents.wait_registered()
+    scene.observe(5)
+    driver.spec.write_text(spec)
     scene.observe(5)
     del scene.waiting["wants-plain"]
     held.delete()

@@ -364,6 +364,7 @@ def test_claim_state(tmp_path: Path, situation: str, visible: bool) -> None:
         (tmp_path / CLAIM_STATE).write_bytes(b"")
     elif situation != "wrong place":
         claim_state.write(tmp_path, [] if situation == "old" else [claims.claim("z", uid="uid-9", kind="")])
+        claims.cdi_file(tmp_path, claims.D, "uid-9", **{"uid-9_r_z": {"path": "/dev/tty"}})
     of = claims.of(tmp_path, pods=() if visible else None)
     if not visible:
         of.pods = cast("PodReader", SimpleNamespace(read=PodProcesses))
@@ -381,6 +382,20 @@ def test_claim_files(tmp_path: Path, situation: str) -> None:
         ClaimFileStore(claims.D, str(tmp_path / "cdi")).write("uid-1", b"")
     elif situation == "another's":
         claims.file(tmp_path, "a", uid="uid-2", boot="another")
+    found: OrphanedClaims = claims.of(tmp_path)
+    assert claims.holder(found, claims.R, "anything", None)
+    assert found.unknown() == {EvidenceSource.CLAIM_FILES}
+
+
+@pytest.mark.parametrize("situation", ["wrong place", "empty", "another's"])
+def test_cdi_files_of_other_vendors(tmp_path: Path, situation: str) -> None:
+    """A claim of another vendor's driver may hold any device while no CDI spec has the claim's CDI device."""
+    claim_state.write(tmp_path, [claims.claim("a", driver="nic.vendor.example", kind="")])
+    claims.cdi_file(tmp_path, "nic.vendor.example", "uid-2", **{"uid-2_r_a": {"path": "/dev/tty"}})
+    if situation == "empty":
+        (tmp_path / "cdi" / "nic.vendor.example-claim_uid-1.json").write_bytes(b"")
+    elif situation == "wrong place":
+        shutil.rmtree(tmp_path / "cdi")
     found: OrphanedClaims = claims.of(tmp_path)
     assert claims.holder(found, claims.R, "anything", None)
     assert found.unknown() == {EvidenceSource.CLAIM_FILES}

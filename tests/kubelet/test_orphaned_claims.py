@@ -102,12 +102,14 @@ def test_what_claims_of_former_drivers_hold_is_known_by_their_files(tmp_path: Pa
 def test_what_another_vendors_claim_holds_is_not_known_by_its_name(tmp_path: Path) -> None:
     """Device 0 of another vendor's driver is not device 0 of this resource."""
     written.write(tmp_path, [claim("0", driver="nic.vendor.example", kind="")])
+    cdi_file(tmp_path, "nic.vendor.example", "uid-1", **{"uid-1_r_0": {"path": "/dev/tty"}})
     assert [holder(of(tmp_path, *served), R, "0", D) for served in ((), (D,))] == ["", ""]
 
 
 def test_a_claim_of_our_driver_without_a_file_may_hold_any_device_of_its_resource(tmp_path: Path) -> None:
     """A claim that has no claim file, and no CDI ids from an agent, may hold any device of its driver's resource."""
     written.write(tmp_path, [claim("0", others=("new.example.com",), kind="")])
+    cdi_file(tmp_path, D, "uid-1", **{"uid-1_r_0": {"path": "/dev/tty"}})
     assert holder(of(tmp_path), R, "x", D) == f"{UNKNOWN} what claim ml/train through driver {D} holds"
     assert [holder(of(tmp_path), R, "0", driver) for driver in (None, OLD, "new.example.com")] == ["", "", ""]
     assert holder(of(tmp_path, D), R, "0", D) == ""
@@ -128,6 +130,7 @@ def test_a_claim_that_we_prepared_and_that_has_no_file_may_hold_any_device(tmp_p
         assert [holder(claims, R, "x", one) for one in drivers] == [""] * 3
         (tmp_path / "cdi" / "deviceplugin" / f"{driver}_uid-1.claim").unlink()
     written.write(tmp_path, [claim("0", kind="admin_")])
+    cdi_file(tmp_path, D, "uid-1", **{"admin_uid-1_r_0": {"path": "/dev/tty"}})
     assert not of(tmp_path).lost()
 
 
@@ -268,13 +271,40 @@ def test_a_claim_with_a_file_of_ours_and_another_drivers_device(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("text", [None, "{", "[]", '{"devices":[{"name":"claim_uid-1_r_a"}]}'])
-def test_a_cdi_file_that_tells_nothing(tmp_path: Path, text: str | None) -> None:
-    """If the CDI file of another vendor's claim is missing or damaged, no nodes of the claim are known."""
-    written.write(tmp_path, [claim("a", driver=OLD)])
+def test_a_claim_without_a_cdi_spec_may_hold_any_device(tmp_path: Path, text: str | None) -> None:
+    """While no CDI spec has a device of another vendor's claim, the claim may hold any device; its spec ends that."""
+    vendor, node = "nic.vendor.example", {"path": "/dev/x", "type": "c", "major": 240, "minor": 3}
+    written.write(tmp_path, [claim("a", driver=vendor, kind="")])
+    (tmp_path / "cdi").mkdir()
     if text is not None:
-        (tmp_path / "cdi").mkdir()
-        (tmp_path / "cdi" / f"{OLD}-claim_uid-1.json").write_text(text)
-    assert nodes(of(tmp_path, D)) == {}
+        (tmp_path / "cdi" / f"{vendor}-claim_uid-1.json").write_text(text)
+    claims = of(tmp_path, D)
+    assert nodes(claims) == {}
+    places = f"/etc/cdi or {tmp_path / 'cdi'}"
+    why = f"no CDI spec in {places} has {vendor}/claim=uid-1_r_a, a device of {held(vendor)}"
+    assert claims.lost() == f"{UNKNOWN} whether a claim holds it: {why}"
+    cdi_file(tmp_path, vendor, "uid-1", **{"uid-1_r_a": node})
+    assert (nodes(claims), claims.lost()) == ({held(vendor): frozenset({"char:240:3"})}, "")
+
+
+def test_a_claim_keeps_the_nodes_that_its_cdi_spec_has_had(tmp_path: Path) -> None:
+    """A claim holds the nodes of a removed or changed CDI spec until the claim state drops it, also after a rename."""
+    vendor, path = "nic.vendor.example", tmp_path / "cdi" / "nic.vendor.example-claim_uid-1.json"
+    numbers = [{"path": "/dev/x", "type": "c", "major": 240, "minor": minor} for minor in (3, 4)]
+    written.write(tmp_path, [claim("a", driver=vendor, kind="")])
+    cdi_file(tmp_path, vendor, "uid-1", **{"uid-1_r_a": numbers[0]})
+    claims, granted = of(tmp_path, D), {held(vendor): frozenset({"char:240:3"})}
+    assert nodes(claims) == granted
+    path.unlink()
+    assert (nodes(claims), claims.lost()) == (granted, "")
+    claims.served = (OLD,)
+    assert (nodes(claims), claims.lost()) == (granted, "")
+    cdi_file(tmp_path, vendor, "uid-1", **{"uid-1_r_a": numbers[1]})
+    assert nodes(claims) == {held(vendor): {"char:240:3", "char:240:4"}}
+    written.write(tmp_path, [])
+    assert nodes(claims) == {}
+    written.write(tmp_path, [claim("a", driver=vendor, kind="")])
+    assert nodes(claims) == {held(vendor): {"char:240:4"}}
 
 
 def test_an_unreadable_claim_state_ends_no_claim(tmp_path: Path) -> None:

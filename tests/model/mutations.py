@@ -153,6 +153,10 @@ def _no_tokens(*_: object) -> frozenset[str]:
     return frozenset()
 
 
+def _no_nodes(names: Iterable[str], *_: object) -> dict[str, frozenset[str]]:
+    return dict.fromkeys(names, frozenset())
+
+
 def _unidentified(*arguments: Any) -> Use:
     """Return a device's use without identity tokens, so that uses are compared by the device's name alone."""
     return _USE(*arguments)._replace(tokens=frozenset(), reached=frozenset(), within=frozenset())
@@ -234,7 +238,7 @@ WALKS: Final[dict[str, tuple[str, tuple[tuple[object, str, Replacement], ...], s
     "hooks that work on are holders": ("hook", ((HookRuns, "_leave", _left_alone),), _TOO_MANY),
     "hooks hold what they began with": ("hook", ((HookRuns, "_begin", _begun_by_name),), _TOO_MANY),
     "a claim's allocation": ("allocated anew", ((ClaimPreparation, "_stands", _same_boot),), "and its pod got"),
-    "device nodes of other vendors": ("foreign hardware", ((orphaned_claims, "nodes_of", _no_tokens),), _TOO_MANY),
+    "device nodes of other vendors": ("foreign hardware", ((orphaned_claims, "nodes_by_name", _no_nodes),), _TOO_MANY),
     "the copy of the allocations": ("register and checkpoint lost", ((Ledger, "_copied", _no_files),), _TOO_MANY),
     "pods that may have a grant": ("checkpoint lost", ((holders, "possible_holders", _no_tokens),), _TOO_MANY),
     "the claims' own files": (

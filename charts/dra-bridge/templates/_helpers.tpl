@@ -242,11 +242,7 @@ names. tests/test_installers.py compares the objects of both.
   {{- $volumes = append $volumes (dict "name" "adopted" "hostPath" (dict "path" "/run/deviceplugin/plugins" "type" "DirectoryOrCreate")) -}}
   {{- $mounts = append $mounts (dict "name" "adopted" "mountPath" "/run/deviceplugin/plugins") -}}
 {{- end -}}
-{{- $cdi := false -}}
-{{- range $nvidia -}}
-  {{- $cdi = or $cdi (eq (.injection | default "env") "cdi") -}}
-{{- end -}}
-{{- if and $cdi (ne $values.cdiDir "/etc/cdi") -}}
+{{- if ne $values.cdiDir "/etc/cdi" -}}
   {{- $volumes = append $volumes (dict "name" "etc-cdi" "hostPath" (dict "path" "/etc/cdi" "type" "DirectoryOrCreate")) -}}
   {{- $mounts = append $mounts (dict "name" "etc-cdi" "mountPath" "/etc/cdi" "readOnly" true) -}}
 {{- end -}}
