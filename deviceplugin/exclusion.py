@@ -84,11 +84,14 @@ class HardwareIndex:
     def __init__(self, hardware: Mapping[DeviceKey, Hardware], boot: str = "") -> None:
         self._hardware = hardware
         self._by_token: dict[str, set[DeviceKey]] = {}
+        self._by_any_token: dict[str, set[DeviceKey]] = {}
         self._by_set: dict[tuple[str, str], set[DeviceKey]] = {}
         self._capacity: dict[tuple[str, str], Mapping[str, Fraction]] = {}
         for key, value in hardware.items():
             for token in value.tokens:
                 self._by_token.setdefault(token, set()).add(key)
+            for token in value.tokens | value.within:
+                self._by_any_token.setdefault(token, set()).add(key)
             for name in value.consumes:
                 self._by_set.setdefault((value.scope, name), set()).add(key)
             for name, amounts in value.counters.items():
@@ -103,8 +106,8 @@ class HardwareIndex:
             key: identified(value.tokens, boot, within=value.within) for key, value in hardware.items()
         }
         """For each device, the identity that is recorded for a holder."""
-        self.listed: Final = frozenset(self._by_token)
-        """The identity tokens of all devices."""
+        self.listed: Final = frozenset(self._by_any_token)
+        """The identity tokens of all devices, and of the larger devices of which they are parts."""
 
     def tokens(self, key: DeviceKey) -> Tokens:
         """Return a device's identity tokens; an empty set if they are unknown."""
@@ -115,8 +118,8 @@ class HardwareIndex:
         return frozenset(self._by_token.get(token, ()))
 
     def having_any(self, tokens: Iterable[str]) -> frozenset[DeviceKey]:
-        """Return the keys of the devices that have one of these identity tokens."""
-        return frozenset(key for token in tokens for key in self._by_token.get(token, ()))
+        """Return the keys of the devices that have one of these identity tokens, or are parts of such a device."""
+        return frozenset(key for token in tokens for key in self._by_any_token.get(token, ()))
 
     def limits(self) -> dict[tuple[str, str, str], Fraction]:
         """Return, for each (scope, counter set, counter), the capacity of the counter.

@@ -87,7 +87,8 @@ class View:
     limits: the size of each counter that devices declare. others: the uses that are not in the register: grants of
     other drivers and plugins, hooks that still run, and failed `released` hooks. unreleased: for each device whose hook
     `released` must succeed before the next grant, the reason. present: for each device, all its present tokens,
-    including tokens that may change while the device has the same holder (`deviceplugin.identity.lasting`).
+    including tokens that may change while the device has the same holder (`deviceplugin.identity.lasting`). listed: the
+    tokens that stand for hardware (`HardwareIndex.listed`).
     """
 
     boot: str = ""
@@ -96,6 +97,7 @@ class View:
     others: tuple[Use, ...] = ()
     unreleased: Mapping[DeviceKey, str] = field(default_factory=lambda: NONE)
     present: Mapping[DeviceKey, Tokens] = field(default_factory=lambda: NONE)
+    listed: Tokens = frozenset()
 
 
 class Wanted(NamedTuple):
@@ -229,7 +231,7 @@ def possible_uses(
 
     If neither the id nor the AllocateResponse identifies the pod's device, the pod may have any device of the resource.
     records: the allocation records. boot: the node's boot id. devices: for each resource and device, the device's
-    tokens. listed: the tokens of all listed devices.
+    tokens. listed: see `View`.
     """
     possible: list[Use] = []
     for allocation in records:
@@ -299,7 +301,6 @@ def refusal(
     if not held and not beside and count == len(points):
         return ""  # In this usual case, no device has a holder or is requested twice.
     units = {use.unit for use in wanted}
-    listed = frozenset[str]().union(*view.present.values()) if any(use.reached for use in wanted) else frozenset()
     wanted = [use for use in wanted if use.part != 0]
     held = [use for use in (*held, *beside) if use.part != 0]
     others = [use for use in held if use.unit not in units and not own(use)]
@@ -309,12 +310,12 @@ def refusal(
             if use.key == other.key and not same_hardware(use.tokens, other.tokens):
                 return f"{_titled(use)} is held as {shown(other.tokens)}, and is {shown(use.tokens)} now"
         for other in others:
-            if (common := _common(use, other, listed)) and None in (use.part, other.part):
+            if (common := _common(use, other, view.listed)) and None in (use.part, other.part):
                 return _excluded(use, other, common)
     for use in wanted:
         for point in sorted(use.points, key=str):
-            of_point = [each for each in others if point in _common(use, each, listed)]
-            same = [each for each in wanted if each is use or point in _common(use, each, listed)]
+            of_point = [each for each in others if point in _common(use, each, view.listed)]
+            same = [each for each in wanted if each is use or point in _common(use, each, view.listed)]
             parts = (*(_part_beside(each, use) for each in of_point), *(each.part or _ONE for each in same))
             if len(parts) > 1 and sum(parts) > 1:
                 return _excluded(use, of_point[0], {point}) if of_point else _twice(same[0], same[1], point)
@@ -345,8 +346,8 @@ def opened(nodes: Tokens, resource: str, other: Use, listed: Tokens) -> Tokens:
 
     A vendor's plugin gives its holders nodes of devices, and control nodes, which identify no device. Two holders that
     only reach a node (`Use.reached`) do not exclude each other, and neither do holders of one resource of such a
-    plugin. resource: the holder's resource. listed: the tokens of all listed devices. If the other use is known by
-    tokens alone, these can be of control nodes too, and only tokens of listed devices count.
+    plugin. resource: the holder's resource. listed: see `View`. If the other use is known by tokens alone, these can be
+    of control nodes too, and only tokens in `listed` count.
     """
     if other.key is None:
         return nodes & listed & other.tokens - other.left

@@ -211,8 +211,9 @@ class Register:
         now = hardware, unreleased, foreign, overdue, failed
         if self._view[0] != now:
             busy = *self._busy(HOOK, overdue, self.hooks.held), *self._busy(RELEASE, failed, NONE)
-            all_uses, present = (*(in_scopes(use, listed.scopes) for use in foreign), *busy), hardware.tokens_by_device
-            self._view = now, View(self.boot, listed.scopes, listed.limits, all_uses, unreleased, present)
+            all_uses = *(in_scopes(use, listed.scopes) for use in foreign), *busy
+            tokens = hardware.tokens_by_device, hardware.listed
+            self._view = now, View(self.boot, listed.scopes, listed.limits, all_uses, unreleased, *tokens)
         return self._view[1]
 
     def _busy(self, kind: str, devices: Mapping[DeviceKey, str], held: Mapping[DeviceKey, Tokens]) -> list[Use]:

@@ -240,6 +240,21 @@ def test_partition_is_described_with_parent_and_placement(gpus: FakeGpus) -> Non
     assert not list(naming.problems(device, "gpu.example.com"))
 
 
+def test_gpus_and_partitions_are_parts_of_the_gpus_node(gpus: FakeGpus) -> None:
+    """A GPU's device node is a larger device of the GPU and its partitions, also before the node exists."""
+    gpus.gpu(0)
+    node = Path(gpus.places.dev) / "nvidia0"
+    node.unlink()
+    for mig in ("none", "single"):
+        (before,) = looked(gpus, mig=mig).values()
+        node.symlink_to("/dev/tty")
+        (after,) = looked(gpus, mig=mig).values()
+        node.unlink()
+        assert "char:195:0" in before.part_of
+        assert "char:5:0" in after.part_of
+        gpus.partition(0, 0, "1g.5gb")
+
+
 @pytest.mark.parametrize(
     ("compute", "slices", "memory", "whole", "profile"),
     [

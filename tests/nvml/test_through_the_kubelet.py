@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from deviceplugin import cli, config, sources
+from deviceplugin.adoption.plugins import VendorPlugins
 from deviceplugin.config.lock import OPEN
 from deviceplugin.node.process import ConfigFile
 from deviceplugin.sources import ConfiguredSource
@@ -17,6 +19,7 @@ from deviceplugin.testing import FakeKubelet, PodFailedError
 from deviceplugin.testing.plugin import Served
 from tests.nvml import gpus as machines
 from tests.nvml.gpus import FakeGpus
+from tests.testing.vendor import RESOURCE, Vendor, resource
 
 # `gpus` is the first fixture of each test, since it must outlive the agent.
 Serve = Callable[..., Served]
@@ -183,6 +186,41 @@ def test_a_gpu_is_held_whole_or_in_partitions(
     both.delete()
     fake_kubelet.wait_allocatable("nvidia.com/gpu", 2)
     assert fake_kubelet.allocatable(part) == 2
+
+
+@pytest.mark.parametrize("form", ["nodes", "cdi"])
+@pytest.mark.parametrize("own", ["nvidia: {}", "nvidia: {profile: 1g.10gb}"])
+def test_a_gpu_that_an_adopted_plugin_gives_by_its_node(
+    gpus: FakeGpus, fake_kubelet: FakeKubelet, configured: Configured, served: Serve, own: str, form: str
+) -> None:
+    """A GPU or partition and an adopted plugin's id, whose response has only the GPU's node, exclude each other."""
+    name, node, cdi = "example.com/own", Path(gpus.places.dev) / "nvidia0", fake_kubelet.paths.cdi_dir
+    gpus.gpu(0)
+    if "profile" in own:
+        gpus.partition(0, 0, "1g.10gb")
+    node.unlink()
+    node.symlink_to("/dev/tty")
+    cdi.mkdir(exist_ok=True)
+    spec = {"name": "g0", "containerEdits": {"deviceNodes": [{"path": "/dev/nvidia0", "hostPath": str(node)}]}}
+    (cdi / "vendor.json").write_text(json.dumps({"kind": "vendor.example/gpu", "devices": [spec]}))
+    answers: dict[str, Any] = {"nodes": [[str(node), "/dev/nvidia0", "rw"]], "cdi": ["vendor.example/gpu=g0"]}
+    source = ConfiguredSource(config.parse(f"resources: [{{name: {name}, devices: [{own}]}}]").resources[0])
+    with tempfile.TemporaryDirectory(prefix="adopt-") as where:  # pytest's paths are too long for sockets
+        directory = Path(where) / "adopted"
+        served(source, vendors=VendorPlugins(directory), period=1.0)
+        vendor = Vendor(Path(where), directory, resource("g0", **{form: answers[form]})).start()
+        try:
+            fake_kubelet.wait_allocatable(RESOURCE, 1)
+            for first, second in ((name, RESOURCE), (RESOURCE, name)):
+                fake_kubelet.wait_allocatable(first, 1)
+                pod = fake_kubelet.run_pod("first", {first: 1})
+                with pytest.raises(PodFailedError):
+                    fake_kubelet.run_pod(f"second-{first[-3:]}", {second: 1})
+                fake_kubelet.wait_allocatable(second, 0)
+                pod.delete()
+                fake_kubelet.wait_allocatable(second, 1)
+        finally:
+            vendor.stop(kill=True)
 
 
 def test_replicas_go_by_product(

@@ -140,6 +140,15 @@ class RegisterInMemory(ListedResources):
 # Devices that exclude each other.
 
 
+def test_a_part_is_found_by_the_larger_devices_tokens() -> None:
+    """A larger device's token counts as listed and leads to the parts, which are no peers of each other."""
+    parts = {name: Device(name, identity=name, part_of=["char:195:0"]) for name in ("p0", "p1")}
+    index = HardwareIndex({key(name): hardware_of(part, frozenset({name}), "d") for name, part in parts.items()})
+    assert index.having_any({"char:195:0"}) == {key("p0"), key("p1")}
+    assert "char:195:0" in index.listed
+    assert not index.related
+
+
 async def test_counters_that_were_taken_before_a_driver_was_renamed_are_still_taken() -> None:
     """A held partition's counters stay taken after a rename of the driver: the whole device is refused."""
     here = RegisterInMemory(part("half", 5), part("whole", 10))

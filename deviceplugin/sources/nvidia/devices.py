@@ -14,7 +14,7 @@ from typing import Final
 from deviceplugin import sysfs
 from deviceplugin.cdi_specs import names_of
 from deviceplugin.device import AttributeValue, ContainerEdits, Device, DeviceNode, Health
-from deviceplugin.identity import PCI, UUID
+from deviceplugin.identity import PCI, UUID, identity_of, node_token
 from deviceplugin.sources import bus
 from deviceplugin.sources.nvidia.nvml import Gpu, NvmlScan, Partition, Places, version
 from deviceplugin.topology import Link
@@ -23,6 +23,8 @@ CDI_KIND: Final = "nvidia.com/gpu"
 NEEDED_NODES: Final = ("nvidiactl", "nvidia-uvm")
 """The device nodes that every program needs to compute on a GPU, and that the kernel modules do not create."""
 COMMON_NODES: Final = (*NEEDED_NODES, "nvidia-uvm-tools", "nvidia-modeset")
+_MAJOR: Final = 195
+"""The major number of the GPUs' device nodes (Linux, Documentation/admin-guide/devices.txt)."""
 
 
 def make_devices(
@@ -37,11 +39,20 @@ def make_devices(
     made = []
     for gpu, partition in listed:
         nodes = _device_nodes(places, gpu, partition) if injection == "nodes" else ((), ())
-        device = _make_device(gpu, partition, scan, nodes, _cdi_name_of(gpu, partition, names))
+        device = _make_device(gpu, partition, scan, nodes, _cdi_name_of(gpu, partition, names), _tokens(places, gpu))
         if injection == "nodes" and (why := _missing(device, places, partition)):
             device = device.with_health(Health.UNHEALTHY, why)
         made.append(device)
     return made
+
+
+def _tokens(places: Places, gpu: Gpu) -> list[str]:
+    """Return the tokens of a GPU's PCI function and device node, also if the node does not exist yet."""
+    tokens = [f"{PCI}{gpu.address}"] if gpu.address else []
+    if gpu.minor is not None:
+        node = identity_of([f"{places.dev}/nvidia{gpu.minor}"], files=False)
+        tokens += node or [node_token("char", _MAJOR, gpu.minor)]
+    return tokens
 
 
 def _missing(device: Device, places: Places, partition: Partition | None) -> str:
@@ -59,7 +70,12 @@ _OwnAndShared = tuple[Sequence[DeviceNode], Sequence[DeviceNode]]
 
 
 def _make_device(
-    gpu: Gpu, partition: Partition | None, scan: NvmlScan, nodes: _OwnAndShared, cdi: str | None
+    gpu: Gpu,
+    partition: Partition | None,
+    scan: NvmlScan,
+    nodes: _OwnAndShared,
+    cdi: str | None,
+    larger: Sequence[str],
 ) -> Device:
     attributes: dict[str, AttributeValue | None] = {
         "type": "gpu",
@@ -86,7 +102,6 @@ def _make_device(
             "placementSize": size,
         }
     described = gpu if partition is None else partition
-    larger = [f"{PCI}{gpu.address}"] if gpu.address else []
     own, common = nodes
     return Device(
         described.uuid,
