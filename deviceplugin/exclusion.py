@@ -106,6 +106,8 @@ class HardwareIndex:
             key: identified(value.tokens, boot, within=value.within) for key, value in hardware.items()
         }
         """For each device, the identity that is recorded for a holder."""
+        self.larger: Final = {key: value.within for key, value in hardware.items() if value.within}
+        """For each device that is a part of larger devices (`Device.part_of`), the tokens of these devices."""
         self.listed: Final = frozenset(self._by_any_token)
         """The identity tokens of all devices, and of the larger devices of which they are parts."""
 

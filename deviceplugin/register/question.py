@@ -15,7 +15,7 @@ from fractions import Fraction
 from typing import Final, NamedTuple
 
 from deviceplugin.device import Device
-from deviceplugin.exclusion import DeviceKey, titled
+from deviceplugin.exclusion import NO_TOKENS, DeviceKey, titled
 from deviceplugin.identity import Identity, Tokens, same_hardware, shown
 from deviceplugin.naming import parse_quantity
 from deviceplugin.register.records import (
@@ -171,6 +171,13 @@ def in_scopes(use: Use, scopes: Mapping[str, str]) -> Use:
         counting = {name for name in (scope, now) if name} or {*(use.key[:1] if use.key else ()), *scopes.values()}
         takes |= {(name, *counter): value for name in counting}  # type: ignore[misc]
     return use._replace(takes=takes)
+
+
+def as_parts(uses: tuple[Use, ...], larger: Mapping[DeviceKey, Tokens]) -> tuple[Use, ...]:
+    """Return uses with `within` set where a device is listed as a part. larger: see `HardwareIndex.larger`."""
+    if not larger:
+        return uses
+    return tuple(use._replace(within=use.within | larger.get(use.key, NO_TOKENS)) if use.key else use for use in uses)
 
 
 def _use(

@@ -41,6 +41,7 @@ from deviceplugin.register.question import (
     Use,
     View,
     Wanted,
+    as_parts,
     held_twice,
     in_scopes,
     is_given_by_others,
@@ -211,7 +212,7 @@ class Register:
         now = hardware, unreleased, foreign, overdue, failed
         if self._view[0] != now:
             busy = *self._busy(HOOK, overdue, self.hooks.held), *self._busy(RELEASE, failed, NONE)
-            all_uses = *(in_scopes(use, listed.scopes) for use in foreign), *busy
+            all_uses = as_parts((*(in_scopes(use, listed.scopes) for use in foreign), *busy), hardware.larger)
             tokens = hardware.tokens_by_device, hardware.listed
             self._view = now, View(self.boot, listed.scopes, listed.limits, all_uses, unreleased, *tokens)
         return self._view[1]
@@ -228,10 +229,7 @@ class Register:
             for peer in hardware.peers(device) - hardware.aliases(device)
         }
         busy = {**parts, **devices}
-        return [
-            Use((kind, *device), why, device, held.get(device, hardware.tokens(device)), None)
-            for device, why in busy.items()
-        ]
+        return [Use((kind, *of), why, of, held.get(of, hardware.tokens(of)), None) for of, why in busy.items()]
 
     def _possible_now(self, hardware: HardwareIndex) -> tuple[Use, ...]:
         """Return a use for each device that a pod may have got from another plugin."""

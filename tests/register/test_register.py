@@ -11,6 +11,7 @@ import pytest
 
 from deviceplugin.device import Device
 from deviceplugin.exclusion import DeviceConflictError, DeviceKey, HardwareIndex, hardware_of
+from deviceplugin.hook_runs import HookRun
 from deviceplugin.hooks import HookStatistics, HookTimeoutError
 from deviceplugin.identity import UNIDENTIFIED, Identity, Tokens, boot_id, identified
 from deviceplugin.register import operations
@@ -147,6 +148,20 @@ def test_a_part_is_found_by_the_larger_devices_tokens() -> None:
     assert index.having_any({"char:195:0"}) == {key("p0"), key("p1")}
     assert "char:195:0" in index.listed
     assert not index.related
+
+
+async def test_an_unknown_holder_of_a_part_holds_the_larger_device() -> None:
+    """If a pod may have a partition, or a hook runs on it, no pod gets the whole device; another partition is free."""
+    parts = [Device(name, identity=name, part_of=["gpu"]) for name in ("p0", "p1")]
+    here = RegisterInMemory(*parts)
+    here.add("example.com/whole", gpu="gpu")
+    await here.named(R, "former-id", amount=UNKNOWN)
+    await here.refused("gpu", resource="example.com/whole", why="p0 of example.com/r, which counts as held")
+    await here.named(R)
+    over = asyncio.get_running_loop().create_future()
+    here.register.hooks.running.append(HookRun("reset", {key("p0"): frozenset({"p0"})}, over, overdue=True))
+    await here.refused("gpu", resource="example.com/whole", why="p0 of example.com/r, which counts as held")
+    await here.grant("p1")
 
 
 async def test_counters_that_were_taken_before_a_driver_was_renamed_are_still_taken() -> None:
