@@ -7,24 +7,27 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from fractions import Fraction
-from types import SimpleNamespace
+from functools import cache
+from types import ModuleType, SimpleNamespace
 from typing import Any, Final, NamedTuple, TypeVar, cast
 from unittest.mock import patch
 
 from deviceplugin import hook_runs, looks
 from deviceplugin.backoff import Backoff
 from deviceplugin.device import Device
-from deviceplugin.kubelet import allocation_wait, podresources, tracker
+from deviceplugin.kubelet import allocation_wait
 from deviceplugin.kubelet.device_list import Stream
 from deviceplugin.kubelet.paths import Paths
 from deviceplugin.kubelet.podresources import AllocationsInFlight
 from deviceplugin.node.service import Service
-from deviceplugin.register import copies, releases
+from deviceplugin.register import copies
 from deviceplugin.register.records import LedgerError, Operation, RegisterSnapshot
 from deviceplugin.register.store import Changes
 from deviceplugin.sharing import shares
@@ -95,12 +98,12 @@ class Cards(DeviceSource):
 
 
 class PreparedCards(Cards):
-    """A source with a `prepare` hook."""
+    """A source with a `prepare` hook. Its hooks are coroutines, because the agent calls plain functions in threads."""
 
-    def prepare(self, devices: Sequence[Device], config: object) -> None:
+    async def prepare(self, devices: Sequence[Device], config: object) -> None:
         """Do nothing."""
 
-    def unprepare(self, devices: Sequence[Device]) -> None:
+    async def unprepare(self, devices: Sequence[Device]) -> None:
         """Do nothing."""
 
 
@@ -165,29 +168,41 @@ def _briefly(_looks: looks.Looks, _kind: str, function: Callable[..., object], *
     return SimpleNamespace(result=function(*args))
 
 
+def _begun(_looks: looks.Looks, kind: str, function: Callable[..., _T], *args: object) -> looks.Look[_T]:
+    look = looks.Look(kind, function, args, "")
+    look.run(threading.Lock())
+    return look
+
+
 def _within(_looks: looks.Looks, _seconds: float, _kind: str, function: Callable[..., _T], *args: object) -> _T:
     return function(*args)
+
+
+@cache
+def _modules_with_clock() -> list[ModuleType]:
+    """Return the modules of the product that read the time."""
+    loaded = [module for name, module in sys.modules.items() if name.startswith(("deviceplugin.", "dra_bridge."))]
+    return [module for module in loaded if vars(module).get("time") is time]
 
 
 @contextmanager
 def modelled(outside: Outside) -> Iterator[None]:
     """While the context is open, the agent has no threads and makes no pauses, and its clock is that of the model."""
-    clock = SimpleNamespace(monotonic=outside.clock, time=time.time)
+    clock = SimpleNamespace(**{**vars(time), "monotonic": outside.clock, "time": outside.wall})
     with ExitStack() as stack:
+        for module in _modules_with_clock():
+            stack.enter_context(patch.object(module, "time", clock))
         for where, name, what in (
             (looks.Looks, "at", _at_once),
+            (looks.Looks, "begin", _begun),
             (looks.Looks, "until_answered", _at_once),
             (looks.Looks, "brief", _briefly),
             (looks.Looks, "within", _within),
             (hook_runs, "CANCELLED", 0.0),
             (claim_lists, "Backoff", lambda **_: Backoff(first=0.0, most=0.0)),
-            (claim_lists, "time", clock),
             (ends, "Backoff", lambda **_: Backoff(first=0.0, most=0.0)),
-            (podresources, "time", clock),
             (preparation, "PATIENCE", 0.0),
             (allocation_wait, "PATIENCE", 0.0),
-            (releases, "time", clock),
-            (tracker, "time", clock),
         ):
             stack.enter_context(patch.object(where, name, what))
         yield

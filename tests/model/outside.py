@@ -11,7 +11,6 @@ import json
 import os
 import re
 import sqlite3
-import time
 from collections.abc import AsyncIterator, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -44,6 +43,8 @@ Key = tuple[str, str]
 LISTS: Final[Mapping[Key, str]] = {(R, "a"): "h0", (R, "b"): "h1", (S, "x"): "h0"}
 """The hardware of each device at first. S is a second resource with the hardware h0."""
 TOKENS: Final = {f"h{number}": frozenset({f"uuid:h{number}", f"char:240:{number}"}) for number in (0, 1)}
+BEGINNING: Final = 1_800_000_000.0
+"""The seconds since 1970 at which the model's clock begins."""
 _HARDWARE: Final = re.compile(r"HARDWARE=(\w+)")
 
 
@@ -156,7 +157,11 @@ class Gate:
         if not self.open:
             step = asyncio.get_running_loop().create_future()
             self.waiting.append(step)
-            await step
+            try:
+                await step
+            finally:
+                if step in self.waiting:  # The agent has cancelled its work.
+                    self.waiting.remove(step)
 
     def let(self, index: int) -> None:
         """Let one waiting step go on."""
@@ -174,6 +179,8 @@ class Outside:
             path.mkdir(parents=True)
         self.gate = Gate()
         self.later = 0.0
+        self.readings = 1_000_000_000
+        """The number of readings of the clock."""
         self.numbers = 0
         self.lists = dict(LISTS)
         self.times: dict[str, int] = {}
@@ -205,8 +212,17 @@ class Outside:
         return str(self.numbers)
 
     def clock(self) -> float:
-        """Return the seconds of the model's monotonic clock."""
-        return time.monotonic() + self.later
+        """Return the seconds of the model's monotonic clock, which the time that a walk takes does not move."""
+        return self.steady() + self.later
+
+    def steady(self) -> float:
+        """Return the seconds of `clock` without those that a walk lets pass: each reading is a microsecond later."""
+        self.readings += 1
+        return self.readings / 1_000_000
+
+    def wall(self) -> float:
+        """Return the seconds of the model's clock of the day."""
+        return BEGINNING + self.clock()
 
     def devices(self, resource: str) -> list[Device]:
         """Return the list of a resource's devices."""

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -260,6 +263,47 @@ def test_a_device_that_comes_back_is_given_to_nobody_before_the_evidence_was_rea
         assert walk.outside.pods == []
         walk.agent_compares()
         assert walk.here.lines(R) == {"a": True, "b": True}
+
+
+def test_a_walk_reads_no_clock_of_the_machine_and_starts_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step has the same result however busy the machine is; otherwise hypothesis cannot make the same walk again."""
+    here, used = threading.get_ident(), set[str]()
+
+    def noted(what: str, function: Callable[..., object]) -> Callable[..., object]:
+        def call(*args: object) -> object:
+            caller = str(sys._getframe(1).f_globals["__name__"])
+            if threading.get_ident() == here and caller.startswith(("asyncio.", "deviceplugin.", "dra_bridge.")):
+                used.add(f"{what} in {caller}")
+            return function(*args)
+
+        return call
+
+    for clock in ("monotonic", "time", "sleep"):
+        monkeypatch.setattr(time, clock, noted(clock, getattr(time, clock)))
+    monkeypatch.setattr(threading.Thread, "start", noted("a thread", threading.Thread.start))
+    config = {"r": Setting(D, 1, 1, "wait", prepares=True), "s": Setting("", 2)}
+    with walking(**config) as walk:
+        for _ in range(2):
+            walk.pod_starts_well(R)
+            walk.claim_starts_well(D)
+            walk.foreign_claim()
+            walk.agent_scans()
+            walk.agent_settles_claims()
+            walk.hooks_hang(stuck=True)
+            walk.pod_ends()
+            walk.container_with_claim_ends()
+            walk.kubelet_unprepares()
+            walk.agent_scans()
+            walk.time_passes()
+            walk.rename(E)
+            walk.all_goes_well_for_a_while()
+            walk.hooks_end()
+            walk.agent_is_killed()
+            walk.agent_starts()
+            walk.rename(D)
+            walk.all_goes_well_for_a_while(8)
+        assert walk.outside.numbers > 4, "pods and claims have started"
+    assert used == set()
 
 
 @pytest.mark.parametrize("what", PLANS)

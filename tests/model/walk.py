@@ -65,6 +65,7 @@ class Walk(RuleBasedStateMachine):
         self.home = Path(tempfile.mkdtemp(dir=MEMORY))
         self.outside = Outside(self.home)
         self.loop = asyncio.new_event_loop()
+        vars(self.loop)["time"] = self.outside.steady
         self.stack = ExitStack()
         self.stack.enter_context(modelled(self.outside))
         self.config: Config = BASE
