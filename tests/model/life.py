@@ -89,7 +89,7 @@ class Cards(DeviceSource):
         if not self.outside.stuck or self.dead:
             return
         done = asyncio.Event()
-        self.outside.hooks += [(what, done) for what in {device.edits.env["HARDWARE"] for device in devices}]
+        self.outside.hooks += [(what, done) for what in sorted({device.edits.env["HARDWARE"] for device in devices})]
         while not done.is_set():
             try:
                 await done.wait()
