@@ -11,6 +11,7 @@ import json
 import os
 import re
 import sqlite3
+import time
 from collections.abc import AsyncIterator, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -43,8 +44,6 @@ Key = tuple[str, str]
 LISTS: Final[Mapping[Key, str]] = {(R, "a"): "h0", (R, "b"): "h1", (S, "x"): "h0"}
 """The hardware of each device at first. S is a second resource with the hardware h0."""
 TOKENS: Final = {f"h{number}": frozenset({f"uuid:h{number}", f"char:240:{number}"}) for number in (0, 1)}
-BEGINNING: Final = 1_800_000_000.0
-"""The seconds since 1970 at which the model's clock begins."""
 _HARDWARE: Final = re.compile(r"HARDWARE=(\w+)")
 
 
@@ -181,6 +180,8 @@ class Outside:
         self.later = 0.0
         self.readings = 1_000_000_000
         """The number of readings of the clock."""
+        self.began = time.time() - self.readings / 1_000_000
+        """The time that makes the first reading of `wall` the present time, like the times of the model's files."""
         self.numbers = 0
         self.lists = dict(LISTS)
         self.times: dict[str, int] = {}
@@ -222,7 +223,7 @@ class Outside:
 
     def wall(self) -> float:
         """Return the seconds of the model's clock of the day."""
-        return BEGINNING + self.clock()
+        return self.began + self.clock()
 
     def devices(self, resource: str) -> list[Device]:
         """Return the list of a resource's devices."""
