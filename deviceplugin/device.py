@@ -324,8 +324,8 @@ class Device:
     identities are the same hardware and never have two holders. The agent also identifies the hardware by device
     numbers in `nodes`: by the numbers that no other listed device has, or by all numbers if other devices have each of
     them. So put a node that partitions share into the `edits` of each partition. part_of: the identities of larger
-    devices of which this device is a part. This device and such a device never have holders at the same time; parts of
-    one device can.
+    devices of which this device is a part, and the numbers of their device nodes, such as `char:195:0`. This device and
+    such a device never have holders at the same time; parts of one device can.
     """
 
     id: str
