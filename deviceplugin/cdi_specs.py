@@ -31,8 +31,8 @@ _Nodes = Sequence[Mapping[str, Any]]
 
 
 def directories(directory: str | os.PathLike[str]) -> tuple[str, ...]:
-    """Return the directories of CDI specs on a node. directory: the directory whose specs a reboot removes."""
-    return (STATIC, os.fspath(directory))
+    """Return the directories of CDI specs on a node. directory: the directory to which this agent writes its specs."""
+    return tuple(dict.fromkeys((*DIRECTORIES, os.fspath(directory))))
 
 
 def names_of(kind: str, directories: Iterable[str]) -> frozenset[str]:

@@ -171,9 +171,10 @@ def manifests(config: Config, text: str, deployment: Deployment | None = None) -
         _mount(pod, f"sys-{number}", directory, "Directory", read_only=False)
     if lock.plugins:
         _mount(pod, "adopted", ADOPTED, "DirectoryOrCreate", read_only=False)
-    if how.cdi_directory != cdi_specs.STATIC:
-        # NVIDIA's tools write the CDI spec of GPUs to it. Claims of other drivers may have devices of its specs.
-        _mount(pod, "etc-cdi", cdi_specs.STATIC, "DirectoryOrCreate")
+    for directory in cdi_specs.DIRECTORIES:
+        if directory != how.cdi_directory:
+            # Specs of NVIDIA's tools and of other drivers' claims may be here.
+            _mount(pod, directory[1:].replace("/", "-"), directory, "DirectoryOrCreate")
     return [*first, *classes, *last]
 
 

@@ -280,7 +280,7 @@ def test_a_claim_without_a_cdi_spec_may_hold_any_device(tmp_path: Path, text: st
         (tmp_path / "cdi" / f"{vendor}-claim_uid-1.json").write_text(text)
     claims = of(tmp_path, D)
     assert nodes(claims) == {}
-    places = f"/etc/cdi or {tmp_path / 'cdi'}"
+    places = f"/etc/cdi or /var/run/cdi or {tmp_path / 'cdi'}"
     why = f"no CDI spec in {places} has {vendor}/claim=uid-1_r_a, a device of {held(vendor)}"
     assert claims.lost() == f"{UNKNOWN} whether a claim holds it: {why}"
     cdi_file(tmp_path, vendor, "uid-1", **{"uid-1_r_a": node})

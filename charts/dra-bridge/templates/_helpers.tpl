@@ -242,9 +242,12 @@ names. tests/test_installers.py compares the objects of both.
   {{- $volumes = append $volumes (dict "name" "adopted" "hostPath" (dict "path" "/run/deviceplugin/plugins" "type" "DirectoryOrCreate")) -}}
   {{- $mounts = append $mounts (dict "name" "adopted" "mountPath" "/run/deviceplugin/plugins") -}}
 {{- end -}}
-{{- if ne $values.cdiDir "/etc/cdi" -}}
-  {{- $volumes = append $volumes (dict "name" "etc-cdi" "hostPath" (dict "path" "/etc/cdi" "type" "DirectoryOrCreate")) -}}
-  {{- $mounts = append $mounts (dict "name" "etc-cdi" "mountPath" "/etc/cdi" "readOnly" true) -}}
+{{- range $directory := list "/etc/cdi" "/var/run/cdi" -}}
+  {{- if ne $values.cdiDir $directory -}}
+    {{- $name := trimPrefix "/" $directory | replace "/" "-" -}}
+    {{- $volumes = append $volumes (dict "name" $name "hostPath" (dict "path" $directory "type" "DirectoryOrCreate")) -}}
+    {{- $mounts = append $mounts (dict "name" $name "mountPath" $directory "readOnly" true) -}}
+  {{- end -}}
 {{- end -}}
 {{- $image := $values.image -}}
 {{- $release := include "dra-bridge.name" .root -}}
