@@ -309,9 +309,9 @@ def test_a_migration_outlasts_the_node_object(bridge: Bridge, ran: Callable[...,
     cluster.wait_for(lambda: gone in bridge.log(), 30, "it is noticed")
     cluster.restart_kubelet()
     cluster.wait_for(lambda: "the previous share all stays" in bridge.log(), 60, "the other Node is noticed")
+    bridge.renew_token()  # The former token is of the former Node; the API server may accept it for some seconds.
     bridge.wait_offered(COUNT)
     bridge.stop()  # an agent's pod would be deleted with the Node, and the next pod be created with the next Node
-    bridge.renew_token()
     bridge.start()
     cluster.wait_for(lambda: "the previous share all stays" in bridge.log(), 60, "the next agent knows the share")
 

@@ -552,7 +552,8 @@ def test_a_driver_with_many_slices_is_renamed(cluster: Cluster) -> None:
 def test_the_registry_is_recreated(bridge: Bridge) -> None:
     """A driver registers again when the kubelet's directory for registrations was removed and created again."""
     bridge.cluster.stop_kubelet()
-    shutil.rmtree(PLUGINS_REGISTRY)
+    # A rename removes the directory at once: the agent could make a new socket in it while its entries are removed.
+    shutil.rmtree(PLUGINS_REGISTRY.rename(PLUGINS_REGISTRY.with_name("former_registry")))
     bridge.cluster.start_kubelet()
     bridge.claim("mine")
     assert env_of(bridge.pod("one", {"fpga": "mine"}).wait_running(90))["FPGA_MODE"] == "fast"

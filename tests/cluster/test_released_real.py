@@ -47,8 +47,10 @@ def calls() -> list[str]:
 def test_a_device_is_withheld_until_released_succeeds(scene: OneDevice, side: str, how: str) -> None:
     """`released` raises twice, or hangs longer than its timeout: the device is withheld until a call succeeds."""
     make = scene.start(side)
+    begun = len(calls())
     first = make("first", "a")
     scene.running(first)
+    scene.until("the container has noted its device", lambda: "got" in calls()[begun:])
     times = 2 if how == "raises" else 1
     locks.break_released(how, times)
     before = len(calls())
