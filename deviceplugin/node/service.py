@@ -272,7 +272,7 @@ class Service(EndpointHost):
             in_use |= recorded - former
             free = {device: those for device, those in ids.items() if in_use.isdisjoint(those)}
             units = {allocation_unit(self.resource, name) for those in free.values() for name in those}
-            register.releases.begin([(self.resource, device) for device in free], units)
+            await register.release([(self.resource, device) for device in free], units)
             await register.hooks.wait(keys, resets=False)
         except DeviceBusyError as error:
             raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, "excluded", f"{self.resource}: {error}") from error

@@ -413,19 +413,16 @@ class Register:
         """Return these devices, and the devices that share hardware with any of them."""
         return {peer for key in keys for peer in (key, *self.listed.now().peers(key))}
 
-    async def verify(self, keys: Iterable[DeviceKey], *, resets: bool = True) -> None:
+    async def verify(self, keys: Collection[DeviceKey], *, resets: bool = True) -> None:
         """Prepare a grant of devices: compare them with their present hardware; wait until their running hooks end.
 
         Hooks take time. So a grant reads the evidence of other holders afterwards, and compares the tokens again.
-
         Raises DeviceConflictError, or LookTimeoutError if a read of the device's paths hangs. resets: whether to wait
         for the hook `reset` as well; False for a caller that itself calls `reset`.
         """
-        keys = tuple(keys)
         self.listed.now()  # `now` also finds out whether any source has the hook `released`.
         if keys and self.listed.has_released:
-            await self._host.reread()  # The hook `released` must not be called for a device with a holder.
-            self.releases.begin(keys)
+            await self.release(keys)
         if self._adopted[0] is not self.listed.now():
             await self.adopt()
             self.notify()
@@ -440,6 +437,11 @@ class Register:
                 await self.hooks.wait(keys, resets=resets)
             except DeviceBusyError as error:
                 raise HookWorksError(str(error)) from error
+
+    async def release(self, keys: Iterable[DeviceKey], units: Collection[tuple[str, ...]] = ()) -> None:
+        """Before a grant, read the evidence again, and start `released` for devices without a holder (`begin`)."""
+        await self._host.reread()  # The hook `released` must not be called for a device with a holder.
+        self.releases.begin(keys, units)
 
     async def _verify(self, inventory: Inventory, names: Sequence[str]) -> None:
         snapshot = inventory.snapshot

@@ -168,6 +168,16 @@ def another_vendor_has_the_hardware() -> None:
             walk.pod_runs()
 
 
+def another_vendor_has_the_hardware_before_released() -> None:
+    """Another vendor's claim has gotten hardware whose hook `released` is due, and a pod requests this hardware."""
+    with walking(r=Setting(E, 1)) as walk:
+        walk.agent_scans()
+        walk.foreign_claim("h0")
+        walk.reload({R: Setting(D, 1), S: Setting("", 1)})
+        walk.hooks_hang(stuck=True)
+        walk.pod_starts_well(S, 0)
+
+
 def another_vendor_has_our_names() -> None:
     """A claim of another vendor's driver has a device named like one of the agent's; the agent still offers its own."""
     with walking(r=Setting(D, 1, 1)) as walk:
@@ -235,6 +245,7 @@ PLANS: dict[str, Callable[[], None]] = {
     "hook": a_hook_does_not_end,
     "allocated anew": a_claim_is_allocated_anew,
     "foreign hardware": another_vendor_has_the_hardware,
+    "foreign hardware before released": another_vendor_has_the_hardware_before_released,
     "foreign names": another_vendor_has_our_names,
     "register lost": the_register_is_lost_with(),
     "register and slices lost": the_register_is_lost_with("slices"),
