@@ -187,7 +187,7 @@ def listed_twice(node: Node, request: pytest.FixtureRequest) -> Node:
 
 @pytest.mark.parametrize("restart", [False, True])
 def test_a_node_that_another_resource_lists_as_well(listed_twice: Node, restart: bool) -> None:
-    """While pods have a device node through the plugin, no pod gets the same node through another resource."""
+    """While a pod has a device node from an adopted plugin, no pod gets this device node through another resource."""
     kubelet = listed_twice.kubelet
     first, second = (kubelet.run_pod(name, {RESOURCE: 1}) for name in ("first", "second"))
     kubelet.wait_allocatable(OTHER, 0)

@@ -273,7 +273,7 @@ def test_status_says_what_is_true(bridge: Bridge, ran: Callable[..., tuple[int, 
 
 
 def test_rollout_stalls_goes_on_and_is_undone(bridge: Bridge, ran: Callable[..., tuple[int, str]]) -> None:
-    """`rollout` stops at a node that stalls and says why; a second run goes on; --undo restores the former request."""
+    """`rollout` stops at a node that stalls and says why; a second run goes on; --undo restores the former shares."""
     cluster, node = bridge.cluster, bridge.cluster.node_name
     annotate(cluster, {SHARE: "1"}, {"pool": "boards"})
     pod = cluster.start_pod("holder", {RESOURCE: 1}).wait_running()

@@ -1,7 +1,7 @@
 """ResourceClaims on a real node, served by an agent with exactly the rights that `dra-bridge manifests` gives it.
 
 Two environment variables are in seconds. OUTAGE: how long the API server is away (5 by default, 60 in the long run).
-QUIET: how long the agent must write nothing (12 by default).
+QUIET: how long the agent must write nothing to the API server (12 by default).
 """
 
 from __future__ import annotations

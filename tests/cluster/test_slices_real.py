@@ -390,7 +390,7 @@ def remove(cluster: Cluster, applied: list[dict[str, Any]]) -> None:
 
 
 async def test_rights(cluster: Cluster) -> None:
-    """A token bound to a node may write the node's slices and devices' status in claims, but no Node or other slice."""
+    """A token bound to a node may write this node's slices and the status of devices in claims, and nothing else."""
     applied = cluster.api.apply(manifests(parse(CONFIG), CONFIG, deployment(cluster, "rights")))
     node = cluster.node_name
     try:

@@ -1,4 +1,4 @@
-"""Files that are too large, too deep or made up of anything: a config or an error, in bounded time and memory."""
+"""Reading a file that is too large, too deep or random gives a config or an error, in bounded time and memory."""
 
 from __future__ import annotations
 

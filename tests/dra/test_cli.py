@@ -1059,7 +1059,7 @@ def test_migrate_that_is_overruled(nodes: FakeFleet, bridge: Callable[..., Ran])
 
 
 def test_migrate_interrupted(nodes: FakeFleet) -> None:
-    """Ctrl-C ends `migrate --wait` with status 130; the output says that the requested number of devices stays."""
+    """Ctrl-C ends `migrate --wait` with status 130; the output says that the request stays in force."""
     agent = nodes.agent("n1", deaf=True)
     with started(nodes, "migrate", "n1", "--driver", D, "--share", "all", "--wait") as process:
         nodes.wait_for(lambda: any(one.watch and "nodes" in one.path for one in nodes.server.log))

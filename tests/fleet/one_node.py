@@ -66,13 +66,13 @@ class OneNode:
 
 
 def use(agent: Process, root: Path) -> Use:
-    """Return the resources that an agent uses. root: the directory of its kubelet."""
+    """Return the memory, ledger size, open files and threads of an agent. root: the directory of its kubelet."""
     (ledger,) = (root / "plugins").rglob("register.db")
     return Use(agent.resident / 1e6, ledger.stat().st_size, agent.descriptors, agent.threads)
 
 
 def at_rest(agent: Process, root: Path) -> Use:
-    """Return the resources that an agent uses, once its memory and its files are stable."""
+    """Return what `use` returns, once the agent's memory and files are stable."""
     agent.settled()
     return use(agent, root)
 

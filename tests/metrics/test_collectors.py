@@ -266,7 +266,7 @@ class TestRunningAgent:
         }
 
     def test_directories_without_file_events_are_counted_by_reason(self) -> None:
-        """Directories without file events are counted by cause, with a series for each cause."""
+        """Directories that cannot be watched for file events are counted by cause, with a series for each cause."""
         still = Still(resource("a"))
         still.unwatched = (Unwatched(WatchFailure(UnwatchedCause.INSTANCES), ("/dev", "/sys")),)
         families = {family.name: family for family in AgentCollector(still.observer().view).collect()}

@@ -354,7 +354,7 @@ class TestEvents:
         assert self.changes(resource(listed=False), ill) == [("b is unhealthy: XID 79", True)]
 
     def test_an_adopted_plugin_that_is_not_there_is_a_problem(self) -> None:
-        """An adopted plugin that is not connected is a problem, and the agent is ready."""
+        """If an adopted vendor plugin is not connected, the agent shows a problem and is ready nevertheless."""
         one = resource(listed=False, registered=False, vendor=VendorConnection(connected=False, since=60.0))
         view = Still(one).observer().view()
         assert view.unready == ()

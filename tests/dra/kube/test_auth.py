@@ -341,7 +341,7 @@ async def test_a_reader_that_does_not_end(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 async def test_a_plugin_ends_with_its_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A plugin that hangs ends when its request is cancelled."""
+    """A credential plugin that hangs is ended when the task that waits for its credentials is cancelled."""
     monkeypatch.setattr(os, "isatty", lambda file: False)
     os.mkfifo(tmp_path / "login")
     asked = asyncio.create_task(from_environment(plugin_file(tmp_path, f"cat {tmp_path / 'login'}")))

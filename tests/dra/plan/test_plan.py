@@ -52,7 +52,7 @@ def dump(*objects: Object, style: str = "json") -> str:
 
 
 def completed(body: Object) -> Object:
-    """Return an object with its creation time, and a pod with the priority of its PriorityClass."""
+    """Return the object with a creation time added; if it is a pod with a PriorityClass, also with a priority."""
     ages = {"calm": "2026-11-26T08:00:00Z", "younger": "2026-11-26T11:00:00Z"}
     made = ages.get(body["metadata"]["name"], "2026-11-26T10:00:00Z")
     body = {**body, "metadata": {**body["metadata"], "creationTimestamp": made}}
