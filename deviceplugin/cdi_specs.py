@@ -54,14 +54,14 @@ def nodes_by_name(names: Collection[str], directories: Iterable[str]) -> dict[st
     If a spec has no number for a node, the token has the node's present number. names: as of `nodes_of`.
     """
     tokens: dict[str, set[str]] = {}
-    wanted = {(kind, short): full for full, (kind, _, short) in ((each, each.partition("=")) for each in names)}
+    wanted = frozenset(names)
     for spec in _specs(directories) if wanted else ():
         for short, nodes in spec.devices.items():
-            if (full := wanted.get((spec.kind, short))) is not None:
-                of = tokens.setdefault(full, set())
+            if (name := f"{spec.kind}={short}") in wanted:
+                of = tokens.setdefault(name, set())
                 for node in (*spec.common, *nodes):
                     of |= _numbers(node)
-    return {full: frozenset(of) for full, of in tokens.items()}
+    return {name: frozenset(of) for name, of in tokens.items()}
 
 
 def token_of(node: Mapping[str, Any]) -> str:

@@ -16,12 +16,13 @@ import yaml
 
 from deviceplugin.config import document
 from deviceplugin.config.document import ConfigError
+from deviceplugin.config.texts import ATTRIBUTES, PARTITION
 from deviceplugin.device import printable
 
 GENERIC_DOMAIN: Final = "squat.ai"
 SMARTER_DOMAIN: Final = "smarter-devices"
 NVIDIA_GPU: Final = "nvidia.com/gpu"
-NVIDIA_PART: Final = re.compile(r"nvidia\.com/mig-([1-9]g\.[1-9][0-9]{0,3}gb(?:[.-][a-z]+(?:\.[a-z]+)*)?)")
+NVIDIA_PART: Final = re.compile(rf"nvidia\.com/mig-({PARTITION}(?:[.-]{ATTRIBUTES})?)")
 """The name of a resource of MIG partitions in NVIDIA's plugin: the profile with a dot in place of a plus sign."""
 NVIDIA_INJECTIONS: Final[Mapping[str, str]] = {"envvar": "env", "cdi-annotations": "cdi", "cdi-cri": "cdi"}
 NVIDIA_FLAGS: Final = frozenset({"migStrategy", "deviceListStrategy"})

@@ -21,7 +21,11 @@ MAX_TEXT: Final = 131_071
 MAX_PATH: Final = 4095
 """Maximum characters of a path (PATH_MAX without its NUL), and of each other text that has no limit of its own."""
 
-PROFILE: Final = r"(?:[1-9]c\.)?[1-9]g\.[1-9][0-9]{0,3}gb(?:[+-][a-z]+(?:\.[a-z]+)*)?"
+PARTITION: Final = r"[1-9]g\.[1-9][0-9]{0,3}gb"
+"""The slices and the memory of a MIG partition, in names of profiles and of resources: `1g.10gb`."""
+ATTRIBUTES: Final = r"[a-z]+(?:\.[a-z]+)*"
+"""The attributes at the end of such a name, without the sign before them: `me.all`."""
+PROFILE: Final = rf"(?:[1-9]c\.)?{PARTITION}(?:[+-]{ATTRIBUTES})?"
 """The name of a MIG profile, as NVIDIA's driver writes it. The attributes at its end (2026) are +me, +me.all, +gfx and
 -me."""
 

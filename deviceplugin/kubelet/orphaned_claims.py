@@ -45,6 +45,10 @@ def _is_ours(claim: PreparedClaim, driver: str) -> bool:
     return any(kind in kinds and name.startswith(f"{cdi.HOLDING}_{claim.uid}_") for kind, _, name in names)
 
 
+def _through(title: str, *drivers: str) -> str:
+    return f"claim {title} through driver {', '.join(drivers)}, which is not served here"
+
+
 class _Held(NamedTuple):
     """The devices that claims of drivers outside this process hold, as far as known.
 
@@ -202,7 +206,7 @@ class OrphanedClaims:
             sources.add(EvidenceSource.CLAIM_STATE)
         lost: list[str] = []
         for file in files:
-            who = f"claim {file.title} through driver {file.driver}, which is not served here"
+            who = _through(file.title, file.driver)
             if file.devices is None:
                 lost.append(f"the file of {who}, cannot be read")
             for device in file.devices or ():
@@ -216,10 +220,9 @@ class OrphanedClaims:
             others = claim.devices.keys() - served - filed
             names = frozenset[str]().union(*(claim.cdi_ids.get(driver, ()) for driver in others))
             if tokens := frozenset[str]().union(*(self._nodes.get(name, ()) for name in names)):
-                who = f"claim {claim.title} through driver {', '.join(sorted(others))}, which is not served here"
-                uses.append(Use(("foreign", claim.uid), who, None, tokens, None))
+                uses.append(Use(("foreign", claim.uid), _through(claim.title, *sorted(others)), None, tokens, None))
             for driver in sorted(others):
-                who = f"claim {claim.title} through driver {driver}, which is not served here"
+                who = _through(claim.title, driver)
                 unnamed = sorted(claim.cdi_ids.get(driver, frozenset()) - self._nodes.keys())
                 if _is_ours(claim, driver):
                     lost.append(f"there is no file of {who}, in {self._own}")
