@@ -15,10 +15,12 @@ import os
 import re
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,6 +34,8 @@ from tests.cluster.node import Cluster, Pod
 from tests.cluster.test_adopted_real import DIRECTORY
 from tests.cluster.test_existing_plugin_real import Vendor
 from tests.cluster.test_witnesses_real import CHECKPOINT, LIMIT, Agents, Scene, claimer, plain, scene
+from tests.nvml.gpus import FakeGpus
+from tests.nvml.gpus import build as build_library
 from tests.programs import ANY_CONFIG
 from tests.scenarios.sides import end_one_of_each, named
 
@@ -442,17 +446,52 @@ def test_a_node_that_another_resource_lists_as_well(
             scene.agents.wait_offered(1, f"{letter}.example.net")
         else:
             cluster.wait_allocatable(named(letter), 1)
-    held = make[first[1]]("held", first[0])
+    one_after_the_other(scene, make[first[1]]("held", first[0]), lambda name: make[then[1]](name, then[0]))
+
+
+def one_after_the_other(scene: Scene, held: Pod, start: Callable[[str], Pod]) -> None:
+    """Check that a second pod runs only after the end of the pod `held`. start: starts the second pod by its name."""
     scene.running(held)
     scene.before = 1
-    second = make[then[1]]("second", then[0])
+    second = start("second")
     scene.observe(10)
     assert second.phase in ("Pending", "Failed")
     held.delete()
     held.wait_gone()
     if second.phase == "Failed":  # The kubelet called Allocate before it had the list without the device.
-        second = make[then[1]]("third", then[0])
+        second = start("third")
     scene.running(second)
+
+
+@pytest.mark.parametrize(("first", "then"), ["ab", "ba"])
+def test_a_gpu_by_its_node_and_its_partition(
+    scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: str, then: str
+) -> None:
+    """A plugin gives pods a whole GPU by its device node; no pod has the GPU's MIG partition at the same time."""
+    scene.nodes("a", 1)
+    (path,) = (locks.NODES / "a").iterdir()
+    gpu = Path("/dev/nvidia0")
+    gpu.unlink(missing_ok=True)
+    os.mknod(gpu, stat.S_IFCHR | 0o666, path.stat().st_rdev)
+    scene.stack.callback(gpu.unlink)
+    machine = FakeGpus(tmp_path / "machine", library := build_library(tmp_path))
+    machine.gpu(0)
+    machine.partition(0, 0, "1g.5gb")
+    monkeypatch.setenv("FAKE_NVML", str(machine.state))
+    spec = Path("/etc/cdi/nvidia.json")
+    spec.parent.mkdir(exist_ok=True)
+    edits = {"deviceNodes": [{"path": str(path), "hostPath": str(gpu)}]}
+    devices = [{"name": "0:0", "containerEdits": edits}]
+    spec.write_text(json.dumps({"cdiVersion": "0.6.0", "kind": "nvidia.com/gpu", "devices": devices}))
+    scene.stack.callback(spec.unlink)
+    nvidia = {"profile": "1g.5gb", "injection": "cdi", "library": str(library)}
+    scene.serve(adopted("a", "none"), witnesses.resource("b", "none", devices=[{"nvidia": nvidia}]))
+    vendor = Vendor(scene, "a", "nodes")
+    vendor.directory = DIRECTORY
+    vendor.start()
+    for letter in "ab":
+        scene.cluster.wait_allocatable(named(letter), 1)
+    one_after_the_other(scene, scene.pod("held", first), lambda name: scene.pod(name, then))
 
 
 @pytest.mark.lengthy
