@@ -6,12 +6,12 @@ writes only to a temporary directory.
 
 from __future__ import annotations
 
+import asyncio
 import io
 import logging
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -117,14 +117,16 @@ def show(scenario: Callable[[Printer], None], stream: TextIO | None) -> int:
 
 def wait_for_signal(printer: Printer, *lines: str) -> None:
     """Print lines, then wait until the process gets SIGINT or SIGTERM."""
-    over = threading.Event()
-    before = {number: signal.signal(number, lambda *_: over.set()) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
+
+    async def signalled() -> None:
+        # A plain handler must not set a threading.Event: it would wait for ever for a lock that this thread holds.
+        over, loop = asyncio.Event(), asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, over.set)
         printer.title(*lines)
-        over.wait()
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        await over.wait()
+
+    asyncio.run(signalled())
 
 
 class _HookedGpus(Gpus):
