@@ -85,9 +85,16 @@ def imported(text: str) -> Imported:
         known = "generic-device-plugin, smarter-device-manager, NVIDIA's device plugin"
         raise UnknownSettingsError("\n".join(["it has no devices of a plugin that is known: " + known, *made.notes]))
     resources: dict[str, dict[str, Any]] = {}
+    mixed = ""
     for one in made.resources:
-        if resources.setdefault(one["name"], one) != one:
-            made.notes.append(f"{one['name']}: other settings under the same name; the first are taken")
+        name = one["name"]
+        if name not in resources and any(entry.get("nvidia", {}).get("mig") == "mixed" for entry in one["devices"]):
+            if mixed:
+                made.notes.append(f"{name}: {mixed} of another config has its partitions; write a config file for each")
+                continue
+            mixed = name
+        if resources.setdefault(name, one) != one:
+            made.notes.append(f"{name}: other settings under the same name; the first are taken")
     return Imported(list(resources.values()), list(dict.fromkeys(made.notes)))
 
 

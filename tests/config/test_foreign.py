@@ -320,6 +320,20 @@ def test_partitions_are_shared_only_with_mixed(strategy: str, mig: dict[str, str
         assert imported(text).notes == [f"nvidia.com/mig-1g.5gb.shared: {why}"]
 
 
+def test_one_resource_has_the_partitions_of_several_configs() -> None:
+    """Of two configs in a ConfigMap, with and without renameByDefault, only one resource gets `mig: mixed`."""
+    configs = [
+        f"{{version: v1, flags: {{migStrategy: mixed}}, sharing: {{timeSlicing: {{renameByDefault: {rename}, "
+        "resources: [{name: nvidia.com/gpu, replicas: 2}]}}}"
+        for rename in ("false", "true")
+    ]
+    made = imported(yaml.dump({"kind": "ConfigMap", "data": {"a": configs[0], "b": configs[1]}}))
+    assert [one["name"] for one in made.resources] == ["nvidia.com/gpu"]
+    why = "nvidia.com/gpu of another config has its partitions; write a config file for each"
+    assert made.notes == [f"nvidia.com/gpu.shared: {why}"]
+    assert config.parse(as_file(made)).resources
+
+
 def test_flags_of_nvidia_without_a_counterpart_are_named() -> None:
     """Flags in NVIDIA's config file that cannot be imported are noted; default values are not."""
     flags = """

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import ctypes
 import json
+import logging
 import os
 import re
 import shutil
@@ -562,8 +563,9 @@ async def test_xid_of_no_known_gpu_is_everybodys(gpus: FakeGpus, until: Until) -
         await until(lists, lambda found: healths(found) == [Health.UNHEALTHY] * 2)
 
 
-async def test_no_events_is_not_unhealthy(gpus: FakeGpus, until: Until) -> None:
-    """A GPU or a driver without events is healthy, with a note; scans still find a lost GPU."""
+async def test_no_events_is_not_unhealthy(gpus: FakeGpus, until: Until, caplog: pytest.LogCaptureFixture) -> None:
+    """A GPU or a driver without events is healthy, with a note in the log; scans still find a lost GPU."""
+    caplog.set_level(logging.INFO)
     first = gpus.gpu(0, events=0)
     second = gpus.gpu(1)
     gpus.write(gpu1__return__nvmlDeviceRegisterEvents=3)
@@ -572,6 +574,7 @@ async def test_no_events_is_not_unhealthy(gpus: FakeGpus, until: Until) -> None:
         found = await until(lists, len)
         assert healths(found) == [Health.HEALTHY] * 2
         assert len(made.notes) == 2
+        assert [line for line in caplog.messages if line in made.notes] == list(made.notes)
         gpus.write(gpu0__return__nvmlDeviceGetTemperature=15)
         found = await until(lists, lambda found: found[first].health is Health.UNHEALTHY)
         assert found[second].health is Health.HEALTHY

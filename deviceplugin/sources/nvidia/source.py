@@ -65,7 +65,11 @@ class NvidiaSource(DeviceSource):
                 self.update(await updates.get())
                 while not updates.empty():
                     self.update(updates.get_nowait())
+                known = (*self.notes, self._error)
                 devices = await self._looks.until_answered("scan", self.devices)
+                for note in self.notes:
+                    if note not in known:
+                        _LOG.info("%s", note, extra={"resource": self.resource})
                 if devices != listed:
                     listed = devices
                     yield devices
