@@ -240,7 +240,7 @@ class Watcher:
     def _report(self) -> None:
         """Log each directory that has ceased to cause events, and log when all directories cause events again."""
         lacking = {one.failure: one for one in self.unwatched()}
-        for failure in lacking.keys() - self._said:
+        for failure in sorted(lacking.keys() - self._said):
             _LOG.warning("%s", lacking[failure])
         if self._said and not lacking:
             _LOG.info("all directories are watched again")

@@ -115,7 +115,7 @@ def changes(before: InventorySnapshot, now: InventorySnapshot) -> Iterator[Devic
         elif old.health is not device.health:
             recovered = device.health is Health.HEALTHY
             yield DeviceChange(name, "recovered" if recovered else f"is {health}{why}", not device.health.usable)
-    for name in before.devices.keys() - now.devices.keys():
+    for name in sorted(before.devices.keys() - now.devices.keys()):
         # A device without a holder may be removed so soon that no snapshot of this subscriber has marked it as gone.
         if name not in before.gone:
             yield DeviceChange(name, "vanished", bad=True)

@@ -107,7 +107,8 @@ def _check_links(source: DeviceSource) -> None:
         raise TypeError(f"{what} must be a dict, not {links!r}")
     for pair, value in links.items():
         if not (isinstance(pair, frozenset) and len(pair) == 2 and isinstance(value, int | float)):
-            raise TypeError(f"{what} must have a number for each frozenset of two ids, not {pair!r}: {value!r}")
+            given = f"frozenset({sorted(pair, key=repr)!r})" if isinstance(pair, frozenset) else repr(pair)
+            raise TypeError(f"{what} must have a number for each frozenset of two ids, not {given}: {value!r}")
 
 
 def _mistake(name: str, method: Any) -> str:

@@ -53,7 +53,7 @@ class ConfigRules:
             case ResourceConfig():
                 self._check_resource(value, path, keys)
             case MetricsConfig():
-                for key in {"key", "client_ca"} & keys if "certificate" not in keys else set[str]():
+                for key in sorted({"key", "client_ca"} & keys) if "certificate" not in keys else ():
                     self._report(f"{path}.{key}", "there is no TLS without `certificate`")
             case Config():
                 self._check_config(value.resources, path)
@@ -135,7 +135,7 @@ class ConfigRules:
             if len(resource.devices) > 1:
                 message = "a resource with a plugin entry has no other; the plugin lists its devices"
                 self._report(f"{path}.devices", message)
-            for key in keys - ADOPTED_KEYS:
+            for key in sorted(keys - ADOPTED_KEYS):
                 text = "the vendor's plugin decides this; with a plugin entry only name, driver, attributes, capacity"
                 self._report(f"{path}.{key}", f"{text} and dra are given")
             self._check_plugin(resource, path, keys)

@@ -101,7 +101,8 @@ class DeviceIds:
     def keep(self, names: Iterable[str]) -> None:
         """Add to the legacy ids those of the ids `names` that are not present ids of devices."""
         offered = frozenset(self.offered())
-        self.legacy = {**self.legacy, **{name: self.device_id_of(name) for name in names if name not in offered}}
+        kept = {name: self.device_id_of(name) for name in sorted(names) if name not in offered}
+        self.legacy = {**self.legacy, **kept}
 
     def forget(self, names: Iterable[str]) -> None:
         """Remove these legacy ids from the list."""
@@ -114,7 +115,7 @@ class DeviceIds:
         An id whose device is not listed does not become a legacy id. Return the ids whose devices are not listed.
         """
         devices, offered = self._inventory.snapshot.devices, {*self.offered(), *self.legacy}
-        ids = {name: self.device_id_of(name) for name in names if name not in offered}
+        ids = {name: self.device_id_of(name) for name in sorted(names) if name not in offered}
         adopted = {name: device for name, device in ids.items() if device in devices}
         self.legacy = {**self.legacy, **adopted}
         return frozenset(ids.keys() - adopted.keys())

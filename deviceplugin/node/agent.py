@@ -194,12 +194,12 @@ class Agent:
         await self.begun.wait()
         wanted = dict(wanted)
         kept = {name for name in self._held_by_claims() if self.adopted(name)}
-        for resource in (self._vendors.registered_resources | kept) - {*wanted, *unchanged}:
+        for resource in sorted((self._vendors.registered_resources | kept) - {*wanted, *unchanged}):
             # A vendor's plugin has registered this resource, or claims hold its devices, but the config does not name
             # it.
             wanted[resource] = AdoptedSource(resource, self._vendors)
         await self.supervisor.reconfigure(wanted, unchanged)
-        for resource in self._vendors.registered_resources - self.services.keys():
+        for resource in sorted(self._vendors.registered_resources - self.services.keys()):
             self._vendor_registered(resource)  # The plugin registered while the resource's former service was ending.
 
     def _held_by_claims(self) -> set[str]:
@@ -217,7 +217,7 @@ class Agent:
         kubelet, and give the devices to pods. An agent that serves the resource notices such a registration, even if
         the agent no longer adopts plugins.
         """
-        for resource in self._held_by_claims() - self.services.keys():
+        for resource in sorted(self._held_by_claims() - self.services.keys()):
             text = "the config does not name it, but claims hold devices of it; pods with limits get none of these"
             _LOG.warning(text, extra={"resource": resource})
             context = self.supervisor.context

@@ -248,7 +248,7 @@ class ScanLog:
             if why not in (logged := self._withheld.setdefault(key, set())):
                 logged.add(why)
                 _LOG.warning("device %s is withheld: %s", key[1], why, extra=dict(zip(_FIELDS, key, strict=True)))
-        for key in self._withheld.keys() - now.keys():
+        for key in sorted(self._withheld.keys() - now.keys()):
             del self._withheld[key]
             _LOG.info("device %s is no longer withheld", key[1], extra=dict(zip(_FIELDS, key, strict=True)))
 
@@ -272,7 +272,7 @@ class ScanLog:
 
     def count_double_allocations(self, doubled: Mapping[DeviceKey, Sequence[str]]) -> None:
         """Count and log ids that the kubelet has allocated to several pods. doubled: for each id, the pods' names."""
-        for resource, device in doubled.keys() - self._doubled:
+        for resource, device in sorted(doubled.keys() - self._doubled):
             self.double_allocations += 1
             pods = ", ".join(doubled[resource, device])
             message = "the kubelet gave device %s to several pods: %s (kubernetes#137534)"

@@ -169,7 +169,7 @@ def in_scopes(use: Use, scopes: Mapping[str, str]) -> Use:
     takes: dict[Counter, Fraction] = {}
     for (scope, *counter), value in use.takes.items():
         counting = {name for name in (scope, now) if name} or {*(use.key[:1] if use.key else ()), *scopes.values()}
-        takes |= {(name, *counter): value for name in counting}  # type: ignore[misc]
+        takes |= {(name, *counter): value for name in sorted(counting)}  # type: ignore[misc]
     return use._replace(takes=takes)
 
 
@@ -220,7 +220,7 @@ def uses(state: RegisterSnapshot, points: Iterable[Point], view: View) -> list[U
     for point in points:
         entries |= state.index.get(point, frozenset())
     held: list[Use] = []
-    for table, key in entries:
+    for table, key in sorted(entries):
         if table == "allocations":
             held.append(use_of_allocation(state.allocations[key], view))
             continue
@@ -311,7 +311,8 @@ def refusal(
     wanted = [use for use in wanted if use.part != 0]
     held = [use for use in (*held, *beside) if use.part != 0]
     others = [use for use in held if use.unit not in units and not own(use)]
-    others.sort(key=lambda use: (use.unit[0] in _NO_HOLDERS, use.unit))  # The same question has the same answer.
+    # The same question has the same answer.
+    others.sort(key=lambda use: (use.unit[0] in _NO_HOLDERS, use.unit, use.key or ()))
     for use in wanted:
         for other in held:
             if use.key == other.key and not same_hardware(use.tokens, other.tokens):

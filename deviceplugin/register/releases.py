@@ -191,7 +191,7 @@ class Releases:
         hardware = self._register.hardware()
         named = {name for key in keys if key in unreleased for name in (key, *hardware.aliases(key))}
         devices: dict[str, list[Device]] = {}
-        for key in named & self._listed.keys() & unreleased.keys():
+        for key in sorted(named & self._listed.keys() & unreleased.keys()):
             devices.setdefault(key[0], []).append(self._listed[key])
         for resource, of in devices.items():
             self._start(resource, of, units)

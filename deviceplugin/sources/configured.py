@@ -363,7 +363,7 @@ class ConfiguredSource(DeviceSource):
             before = self._served.get(device.id)
             made = before.device if before is not None and before.listed is device else self._with_settings(device)
             served[device.id] = _Served(entry, device, made)
-        for note in left_out.keys() - self._left_out.keys():
+        for note in sorted(left_out.keys() - self._left_out.keys()):
             _LOG.warning("%s", note, extra={"resource": self.resource})
         self._served, self._left_out = served, left_out
         return [kept.device for kept in served.values()]

@@ -266,7 +266,7 @@ def _container_edits(text: str, tree: Tree, node: yaml.Node, change: ContainerCh
         names = {key.value for key, _ in given.value} if isinstance(given, yaml.MappingNode) else set()
         if not names & set(change.resources):
             continue
-        for name in names & set(change.resources):
+        for name in sorted(names & set(change.resources)):
             tree.entry(given, name)  # `entry` raises UnwritableError for an alias.
         if names <= set(change.resources):
             gone.add(part)

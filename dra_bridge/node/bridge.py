@@ -209,7 +209,7 @@ class Bridge(ClaimSide):
         assert self._ledger is not None
         resource, driver = service.resource, service.source.driver
         before = {record.driver for record in self._ledger.snapshot.of(resource).values()} - {"", driver}
-        for name in before:
+        for name in sorted(before):
             self._driver(name, self._ledger).serve(service, HandoverPolicy(), leaving=True)
         for name, runtime in self.drivers.items():
             if name not in before and name != driver and resource in runtime.resources:

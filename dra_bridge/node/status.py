@@ -276,7 +276,7 @@ def _moves(before: RegisterSnapshot, now: RegisterSnapshot) -> Iterator[Event]:
 
 
 def _claims(before: RegisterSnapshot, now: RegisterSnapshot, at: float) -> Iterator[Event]:
-    for key in now.claims.keys() | before.claims.keys():
+    for key in {**before.claims, **now.claims}:
         old, new = before.claims.get(key), now.claims.get(key)
         if new is not None and new.result is not None and (old is None or old.result is None):
             yield _claim_event(new, "prepared", at)

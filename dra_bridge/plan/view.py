@@ -217,7 +217,7 @@ def asked_of(pod: Body) -> dict[str, int]:
                 found[name] += whole_quantity(value)
             else:
                 first[name] = max(first[name], whole_quantity(value))
-    whole = {name: max(found.get(name, 0), first.get(name, 0)) for name in {*found, *first}}
+    whole = {name: max(found.get(name, 0), first.get(name, 0)) for name in {**found, **first}}
     return {name: count for name, count in whole.items() if count}
 
 

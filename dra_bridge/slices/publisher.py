@@ -306,7 +306,7 @@ class Publisher:
         try:
             # A scope must be listed if its watch was lost when the driver was added, or if the result of a write is
             # unknown.
-            for scope in set(SliceScope) - driver.mirror.listed:
+            for scope in [one for one in SliceScope if one not in driver.mirror.listed]:
                 selector = self._selector(driver, scope)
                 listing = await self.cluster.list(RESOURCE_SLICES, field_selector=selector)
                 driver.mirror.relist(scope)
