@@ -50,14 +50,19 @@ def opaque(parameters: Any, *requests: str, source: str = "FromClaim", driver: s
 
 
 def claim(
-    uid: str, *results: Mapping[str, Any], config: Sequence[Mapping[str, Any]] = (), name: str = ""
+    uid: str,
+    *results: Mapping[str, Any],
+    config: Sequence[Mapping[str, Any]] = (),
+    name: str = "",
+    pods: Sequence[str] = ("pod-uid",),
 ) -> dict[str, Any]:
+    """Return a claim that was allocated these results. pods: the UIDs of the pods that it is reserved for."""
     return {
         "apiVersion": "resource.k8s.io/v1",
         "kind": "ResourceClaim",
         "metadata": {"namespace": "default", "name": name or f"claim-{uid}", "uid": uid},
         "status": {
-            "reservedFor": [{"resource": "pods", "name": "p", "uid": "pod-uid"}],
+            "reservedFor": [{"resource": "pods", "name": pod, "uid": pod} for pod in pods],
             "allocation": {"devices": {"results": list(results), "config": list(config)}},
         },
     }
@@ -86,6 +91,10 @@ class FakeClaims(ClusterClaims):
     async def asked(self, times: int) -> None:
         async with self.word:
             await self.word.wait_for(lambda: self.gets >= times)
+
+    def read(self, namespace: str, name: str) -> dict[str, Any] | None:
+        """Return a claim to a fake kubelet; unlike the driver's reads, this one is not counted and never fails."""
+        return self.claims.get(name)
 
     async def get_claim(self, namespace: str, name: str) -> Mapping[str, Any] | None:
         async with self.word:

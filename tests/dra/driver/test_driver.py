@@ -1533,13 +1533,6 @@ async def test_a_claim_whose_pods_processes_run_on_is_answered_as_unprepared_and
     await here.prepared("2")
 
 
-def allocated_anew(uid: str, *results: Mapping[str, Any], pod: str = "new") -> dict[str, Any]:
-    """Return a claim that was deallocated, and allocated for another pod."""
-    made = claim(uid, *results)
-    made["status"]["reservedFor"][0]["uid"] = pod
-    return made
-
-
 @pytest.mark.parametrize("unlisted", [False, True])
 async def test_a_prepared_claim_that_is_allocated_anew_is_prepared_anew(serve: Serve, *, unlisted: bool) -> None:
     """A reallocated claim gets its new device, and frees the former one, once no pod with the former device runs."""
@@ -1549,7 +1542,7 @@ async def test_a_prepared_claim_that_is_allocated_anew_is_prepared_anew(serve: S
     here.claims.add(claim("1", result("d0")))
     (before,) = (await here.prepared("1")).devices
     source.calls.clear()
-    here.claims.add(allocated_anew("1", result("d1")), claim("2", result("d0")))
+    here.claims.add(claim("1", result("d1"), pods=["new"]), claim("2", result("d0")))
     for _ in range(2):
         assert f"processes of pod {pod} run" in str(await here.refusal("1"))
     assert here.async_ledger.snapshot.claims[D, "1"].held == {(R, "d0")}
@@ -1582,7 +1575,7 @@ async def test_any_difference_of_the_allocation_is_a_new_preparation(here: Serve
         "share": [result("d0", shareID="y")],
         "one more": [result("d0", shareID="x"), result("d1")],
     }
-    here.claims.add(allocated_anew("1", *allocations[change]))
+    here.claims.add(claim("1", *allocations[change], pods=["new"]))
     answer = await here.prepared("1")
     found = [(one.request, one.device, one.share) for one in answer.devices]
     assert found == [(one["request"], one["device"], one.get("shareID", "")) for one in allocations[change]]
@@ -1596,7 +1589,7 @@ async def test_a_claim_that_is_allocated_anew_waits_for_pods_that_are_not_known(
     made["status"]["reservedFor"] = [{"resource": "jobs", "apiGroup": "batch", "uid": "j"}]
     here.claims.add(made)
     await here.prepared("1")
-    here.claims.add(allocated_anew("1", result("d1")))
+    here.claims.add(claim("1", result("d1"), pods=["new"]))
     assert "it is not known which pods use its former devices" in str(await here.refusal("1"))
     assert await here.unprepare("1") is None
     await here.prepared("1")
@@ -1607,7 +1600,7 @@ async def test_after_a_reboot_a_claim_that_is_allocated_anew_waits_for_nobody(
 ) -> None:
     """After a reboot, a claim with a new allocation is prepared at once; its former device is unprepared first."""
     await hooked.give("1", "d0")
-    hooked.claims.add(allocated_anew("1", result("d1")))
+    hooked.claims.add(claim("1", result("d1"), pods=["new"]))
     after = await hooked.again(source, boot="2", host=Pods("pod-uid"))
     source.calls.clear()
     await after.prepared("1")

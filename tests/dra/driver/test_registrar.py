@@ -22,62 +22,25 @@ from deviceplugin.device import ContainerEdits, Device, Health
 from deviceplugin.directory_watch import DirectoryReader
 from deviceplugin.inventory import Inventory
 from deviceplugin.kubelet.plugin_directory import PluginDirectory
-from deviceplugin.register.records import Side
 from deviceplugin.register.register import Register
-from deviceplugin.source import DeviceSource
-from dra_bridge.driver import ClaimRef, ClusterClaims, Driver, DriverNode, ServedResource
+from dra_bridge.driver import Driver, DriverNode, ServedResource
 from dra_bridge.driver import registrar as registrar_module
 from dra_bridge.driver.registrar import DriverDirectories, Registrar, RegistrarTiming, health_list
-from dra_bridge.ledger.worker import AsyncLedger
 from dra_bridge.testing.kubelet import HEALTH_SERVICES, FakeDraKubelet, FakeDraPod, PodError
-from tests.dra.ledger.samples import adopt
+from tests.dra.driver.served import NODE, D, FakeClaims, Plain, result, served_driver
+from tests.dra.driver.served import claim as made_claim
 from tests.testing.bare_dra import BareDriver
 from tests.waits import until
 
-D = "fpga.example.com"
-R = "example.com/fpga"
-NODE = "node-1"
 AGENT = "agent"
 QUICK = RegistrarTiming(patience=30.0, drain=0.5, keep_alive=10.0)
 _T = TypeVar("_T")
 
 
-class Source(DeviceSource):
-    resource = R
-    driver = D
-
-
 def claim(name: str, uid: str, *results: tuple[str, str]) -> dict[str, Any]:
-    listed = [{"request": request, "driver": D, "pool": NODE, "device": device} for request, device in results]
-    return {
-        "metadata": {"namespace": "default", "name": name, "uid": uid},
-        "status": {
-            "reservedFor": [{"resource": "pods", "name": n, "uid": n} for n in ("p1", "p2")],
-            "allocation": {"devices": {"results": listed, "config": []}},
-        },
-    }
-
-
-class Server(ClusterClaims):
-    """The claims of the API server, for the driver and for the fake kubelet."""
-
-    def __init__(self) -> None:
-        self.claims: dict[tuple[str, str], dict[str, Any]] = {}
-
-    def add(self, made: dict[str, Any]) -> None:
-        self.claims["default", made["metadata"]["name"]] = made
-
-    def read(self, namespace: str, name: str) -> dict[str, Any] | None:
-        return self.claims.get((namespace, name))
-
-    async def get_claim(self, namespace: str, name: str) -> dict[str, Any] | None:
-        return self.read(namespace, name)
-
-    async def set_devices(self, claim: ClaimRef, driver: str, devices: object) -> None:
-        pass
-
-    async def claim_event(self, claim: ClaimRef, reason: str, message: str) -> None:
-        pass
+    """Return a claim for the pods p1 and p2. results: each a request and a device."""
+    listed = [result(device, request) for request, device in results]
+    return made_claim(uid, *listed, name=name, pods=("p1", "p2"))
 
 
 @pytest.fixture
@@ -89,30 +52,22 @@ def root() -> Iterator[Path]:
 
 
 @pytest.fixture
-def server() -> Server:
-    return Server()
+def server() -> FakeClaims:
+    return FakeClaims()
 
 
 @pytest.fixture
-def kubelet(root: Path, server: Server) -> Iterator[FakeDraKubelet]:
+def kubelet(root: Path, server: FakeClaims) -> Iterator[FakeDraKubelet]:
     with FakeDraKubelet(root, server.read) as running:
         yield running
 
 
 @pytest.fixture
-async def driver(root: Path, server: Server) -> AsyncIterator[Driver]:
-    inventory = Inventory(R)
-    inventory.publish([Device(f"d{n}", nodes=["/dev/null"], edits=ContainerEdits({f"N{n}": "1"})) for n in range(3)])
-    async_ledger = await AsyncLedger.open(str(root / "ledger.db"))
-    await async_ledger.do(adopt(R, inventory.snapshot.devices, Side.DRA, 1.0))
-    made = Driver(
-        D,
-        DriverNode(NODE, Register(store=async_ledger), server, str(root / "cdi")),
-        [ServedResource(Source(), inventory)],
-    )
-    yield made
-    await made.close()
-    await async_ledger.close()
+async def driver(root: Path, server: FakeClaims) -> AsyncIterator[Driver]:
+    devices = [Device(f"d{n}", nodes=["/dev/null"], edits=ContainerEdits({f"N{n}": "1"})) for n in range(3)]
+    made = await served_driver(root, claims=server, devices=devices)
+    yield made.driver
+    await made.end()
 
 
 class Running:
@@ -143,7 +98,7 @@ async def aside(work: Callable[..., _T], *args: Any) -> _T:
 
 
 async def test_a_driver_registers_prepares_and_goes(
-    driver: Driver, root: Path, kubelet: FakeDraKubelet, server: Server
+    driver: Driver, root: Path, kubelet: FakeDraKubelet, server: FakeClaims
 ) -> None:
     """A driver registers with the kubelet, prepares and unprepares a pod's claim, and leaves no socket when it ends.
 
@@ -174,7 +129,7 @@ async def test_a_driver_registers_prepares_and_goes(
     assert not (root / "plugins" / AGENT).exists(), "the one socket is in plugins_registry"
 
 
-async def test_an_older_kubelet_gets_v1beta1(driver: Driver, root: Path, server: Server) -> None:
+async def test_an_older_kubelet_gets_v1beta1(driver: Driver, root: Path, server: FakeClaims) -> None:
     """A kubelet that serves v1beta1 only, as 1.32 and 1.33 do, uses v1beta1."""
     server.add(claim("c", "uid-1", ("r", "d0")))
     with FakeDraKubelet(root, server.read, services=["v1beta1.DRAPlugin"]) as kubelet:
@@ -186,7 +141,7 @@ async def test_an_older_kubelet_gets_v1beta1(driver: Driver, root: Path, server:
 
 
 async def test_a_restarted_kubelet_finds_the_driver_and_prepares_again(
-    driver: Driver, root: Path, kubelet: FakeDraKubelet, server: Server
+    driver: Driver, root: Path, kubelet: FakeDraKubelet, server: FakeClaims
 ) -> None:
     """A restarted kubelet registers the driver, gets the same answer for a claim, and unprepares the ended pod."""
     server.add(claim("c", "uid-1", ("r", "d0")))
@@ -316,7 +271,7 @@ async def test_the_sockets_are_swept_once_for_all_drivers(root: Path, monkeypatc
 
 
 async def test_a_driver_of_a_former_version_may_be_registered_beside_this_one(
-    driver: Driver, root: Path, kubelet: FakeDraKubelet, server: Server
+    driver: Driver, root: Path, kubelet: FakeDraKubelet, server: FakeClaims
 ) -> None:
     """The kubelet calls this driver, not a former version's driver beside it, whose two sockets stay."""
     server.add(claim("c", "uid-1", ("r", "d0")))
@@ -337,14 +292,14 @@ async def test_a_driver_of_a_former_version_may_be_registered_beside_this_one(
 
 
 async def test_drivers_of_an_agent_share_a_directory(
-    driver: Driver, root: Path, kubelet: FakeDraKubelet, server: Server
+    driver: Driver, root: Path, kubelet: FakeDraKubelet, server: FakeClaims
 ) -> None:
     """Two drivers have a socket each in plugins_registry; one that ends leaves the other's socket."""
     records, inventory = driver.records, driver.devices.resources[0].inventory
     other = Driver(
         "other.example.com",
         DriverNode(NODE, Register(store=records.ledger), server, str(root / "cdi")),
-        [ServedResource(Source(), inventory)],
+        [ServedResource(Plain(), inventory)],
     )
     async with Running(driver, root):
         async with Running(other, root):
@@ -381,7 +336,7 @@ class Waits(Backoff):
         return self.first
 
 
-async def test_the_kubelets_own_next_try_may_be_the_sooner(root: Path, driver: Driver, server: Server) -> None:
+async def test_the_kubelets_own_next_try_may_be_the_sooner(root: Path, driver: Driver, server: FakeClaims) -> None:
     """If the kubelet registers the driver during its wait after a refusal, the driver makes no new socket."""
     running = Running(driver, root)
     registrar = running.registrar
@@ -481,7 +436,7 @@ async def test_health_is_told_at_once_and_kept_alive(driver: Driver, root: Path,
     ids=["until 1.36", "since 1.37", "without v1"],
 )
 async def test_health_reaches_every_kubelet(
-    driver: Driver, root: Path, server: Server, known: Sequence[str] | None, chosen: str
+    driver: Driver, root: Path, server: FakeClaims, known: Sequence[str] | None, chosen: str
 ) -> None:
     """Each kubelet chooses a version of the health service that it knows, and uses v1 for claims."""
     with FakeDraKubelet(root, server.read, health_services=known) as kubelet:
@@ -492,7 +447,7 @@ async def test_health_reaches_every_kubelet(
 
 
 async def test_a_kubelet_since_1_37_opens_no_health_stream_that_is_not_listed(
-    driver: Driver, root: Path, server: Server, monkeypatch: pytest.MonkeyPatch
+    driver: Driver, root: Path, server: FakeClaims, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A kubelet since 1.37 opens no health stream if the driver lists no health service (Kubernetes#139477)."""
     monkeypatch.setattr(registrar_module, "SERVICES", ("v1.DRAPlugin",))
@@ -512,7 +467,7 @@ async def test_health_needs_no_timer_to_be_told(driver: Driver, root: Path, kube
         devices = list(first.inventory.snapshot.devices.values())
         first.inventory.publish([devices[0].with_health(Health.UNHEALTHY, "it smokes"), *devices[1:]])
         await aside(kubelet.wait_for, lambda: kubelet.health(D, NODE, "d0").health == "unhealthy")
-        other = type("Other", (Source,), {"resource": "example.com/more"})()
+        other = type("Other", (Plain,), {"resource": "example.com/more"})()
         more = Inventory(other.resource)
         more.publish([Device("m0")])
         driver.devices.replace([first, ServedResource(other, more)])
@@ -538,7 +493,7 @@ async def test_messages_are_cut(driver: Driver) -> None:
 
 
 async def test_a_pod_gets_the_drivers_words(
-    driver: Driver, root: Path, kubelet: FakeDraKubelet, server: Server
+    driver: Driver, root: Path, kubelet: FakeDraKubelet, server: FakeClaims
 ) -> None:
     """The pod's error names the claim, the request and the missing device."""
     server.add(claim("c", "uid-1", ("r", "d9")))
@@ -562,7 +517,7 @@ def test_paths_fit_and_stay_apart(length: int) -> None:
 
 @pytest.mark.parametrize("ends", ["holder", "kubelet", "agent"])
 async def test_a_call_that_waits_ends(
-    driver: Driver, root: Path, kubelet: FakeDraKubelet, server: Server, ends: str
+    driver: Driver, root: Path, kubelet: FakeDraKubelet, server: FakeClaims, ends: str
 ) -> None:
     """A Prepare waits for the device's holder, and succeeds when the holder ends.
 

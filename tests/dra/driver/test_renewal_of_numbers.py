@@ -96,9 +96,7 @@ async def here(tmp_path: Path, sticks: Sticks, pods: Pods) -> AsyncIterator[Serv
     made = await served_driver(tmp_path, devices=sticks.plug(A=0, B=1), host=pods)
     await identity.publish(made.inventory, sticks.plug(A=0, B=1), {})
     for uid, device in (("1", "a"), ("2", "b")):
-        of = claim(uid, result(device))
-        of["status"]["reservedFor"][0]["uid"] = f"pod-{uid}"
-        made.claims.add(of)
+        made.claims.add(claim(uid, result(device), pods=[f"pod-{uid}"]))
         await made.prepared(uid)
     yield made
     await made.end()
