@@ -370,13 +370,14 @@ def test_while_it_is_not_registered_again_the_agent_is_not_ready(kubelet: FakeKu
 
 
 def test_a_registration_never_uses_a_socket_twice(kubelet: FakeKubelet) -> None:
-    """Each registration of the agent has a new socket name, since kubelet 1.37 refuses a name that it knows."""
+    """Each registration of the agent has a new socket name, since kubelet 1.37 refuses a known one, and one stream."""
     with serve(SimulatedSource(2, resource=R), kubelet):
         for count in range(2, 6):
             kubelet.wait_until(lambda: len(kubelet.updates(R)) == len(kubelet.registrations))
             kubelet.recreate_socket()
             kubelet.wait_registered(R, count)
             kubelet.wait_allocatable(R, 2)
+            kubelet.wait_until(lambda: kubelet.streams(R) == 1)
     assert len({one.endpoint for one in kubelet.registrations}) == 5
     assert not kubelet.rejections
 

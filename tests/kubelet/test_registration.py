@@ -11,9 +11,8 @@ import os
 import re
 import shutil
 import socket
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +45,8 @@ from deviceplugin.kubelet.servicer import Endpoint, EndpointHost
 from deviceplugin.looks import Looks
 from deviceplugin.node.agent import Agent, AgentError
 from deviceplugin.sources.simulated import SimulatedSource
-from deviceplugin.testing import FakeKubelet, Served, serve
-from tests.waits import wait
+from deviceplugin.testing import FakeKubelet, Served
+from tests.waits import until, wait
 
 R = "example.com/r"
 OLD, NEW = FileIdentity(1, 2, 3), FileIdentity(1, 2, 4)
@@ -64,6 +63,34 @@ def sockets(kubelet: FakeKubelet) -> set[str]:
     return {path.name for path in kubelet.device_plugin_dir.glob("*.sock")} - {"kubelet.sock"}
 
 
+def registration_of(
+    directory: Path | PluginDirectory, host: EndpointHost | None = None, **timing: float
+) -> PluginRegistration:
+    """Return the registration of R, with the device a, in a device plugin directory."""
+    inventory = Inventory(R)
+    inventory.publish([Device("a")])
+    plugins = directory if isinstance(directory, PluginDirectory) else PluginDirectory(directory)
+    endpoint = Endpoint(source(), inventory, AllocationsInFlight(), host or EndpointHost())
+    return PluginRegistration(endpoint, plugins, RegistrationTiming(**timing))
+
+
+def drop_stream(kubelet: FakeKubelet) -> None:
+    """Wait until the ListAndWatch stream of the newest registration is open, and end the stream."""
+    kubelet.wait_until(lambda: len(kubelet.updates(R)) == len(kubelet.registrations))
+    kubelet.drop_streams(R)
+
+
+@contextlib.asynccontextmanager
+async def running(registration: PluginRegistration) -> AsyncIterator[None]:
+    """Run a registration until the end of the block."""
+    task = asyncio.create_task(registration.run())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait({task})
+
+
 async def test_a_burst_of_allocations_is_one_look_for_another_plugin(fake_kubelet: FakeKubelet) -> None:
     """If a resource's loop is woken 200 times, it looks for another plugin at most once in `LOOK` seconds."""
     looks: list[float] = []
@@ -72,19 +99,14 @@ async def test_a_burst_of_allocations_is_one_look_for_another_plugin(fake_kubele
         async def recorded(self) -> None:
             looks.append(time.monotonic())
 
-    inventory = Inventory(R)
-    endpoint = Endpoint(source(), inventory, AllocationsInFlight(), Host())
-    inventory.publish([Device("a")])
-    registration = PluginRegistration(endpoint, PluginDirectory(fake_kubelet.device_plugin_dir))
-    running = asyncio.create_task(registration.run())
-    await asyncio.to_thread(fake_kubelet.wait_devices, R, 1)
-    began = len(looks)
-    for _ in range(200):
-        registration.wake()
-        await asyncio.sleep(0.001)
-    lasted = looks[-1] - looks[began] if len(looks) > began else 0.0
-    running.cancel()
-    await asyncio.wait({running})
+    registration = registration_of(fake_kubelet.device_plugin_dir, Host())
+    async with running(registration):
+        await asyncio.to_thread(fake_kubelet.wait_devices, R, 1)
+        began = len(looks)
+        for _ in range(200):
+            registration.wake()
+            await asyncio.sleep(0.001)
+        lasted = looks[-1] - looks[began] if len(looks) > began else 0.0
     assert 0 < len(looks) - began <= 2 + lasted / LOOK
 
 
@@ -96,13 +118,9 @@ async def test_sockets_of_this_agents_other_resources_wake_no_loop(fake_kubelet:
         async def recorded(self) -> None:
             looks.set()
 
-    inventory, directory = Inventory(R), PluginDirectory(fake_kubelet.device_plugin_dir)
-    inventory.publish([Device("a")])
-    registration = PluginRegistration(Endpoint(source(), inventory, AllocationsInFlight(), Host()), directory)
-    running = asyncio.create_task(registration.run())
-    await asyncio.to_thread(fake_kubelet.wait_devices, R, 1)
-    woken: list[str] = []
-    try:
+    directory, woken = PluginDirectory(fake_kubelet.device_plugin_dir), list[str]()
+    async with running(registration_of(directory, Host())):
+        await asyncio.to_thread(fake_kubelet.wait_devices, R, 1)
         with reading({directory: all_of}) as watch:
             for name in ("other-0123abcd.sock", "foreign.sock"):
                 while await watch.wait(2 * LOOK):  # wait until the directory has not changed for a while
@@ -116,9 +134,6 @@ async def test_sockets_of_this_agents_other_resources_wake_no_loop(fake_kubelet:
                     async with asyncio.timeout(2 * LOOK if name == "other-0123abcd.sock" else 20):
                         await looks.wait()
                         woken.append(name)
-    finally:
-        running.cancel()
-        await asyncio.wait({running})
     assert woken == ["foreign.sock"]
 
 
@@ -129,23 +144,19 @@ async def test_a_socket_that_is_made_again_before_register_counts_as_served(fake
         def add(self, reader: object) -> None:
             pass
 
-    inventory, directory = Inventory(R), Unwatched(fake_kubelet.device_plugin_dir)
-    inventory.publish([Device("a")])
-    registration = PluginRegistration(Endpoint(source(), inventory, AllocationsInFlight(), EndpointHost()), directory)
-    async with directory.turn:
-        running = asyncio.create_task(registration.run())
-        while not sockets(fake_kubelet):  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    directory = Unwatched(fake_kubelet.device_plugin_dir)
+    registration = registration_of(directory)
+    async with running(registration):
+        async with directory.turn:
+            await until(lambda: sockets(fake_kubelet))
+            for _ in range(20):
+                await asyncio.sleep(0.01)  # the resource waits for its turn to register
+            for name in sockets(fake_kubelet):
+                (directory.path / name).unlink()
+        await asyncio.to_thread(fake_kubelet.wait_devices, R, 1)
         for _ in range(20):
-            await asyncio.sleep(0.01)  # the resource waits for its turn to register
-        for name in sockets(fake_kubelet):
-            (directory.path / name).unlink()
-    await asyncio.to_thread(fake_kubelet.wait_devices, R, 1)
-    for _ in range(20):
-        registration.wake()
-        await asyncio.sleep(0.01)
-    running.cancel()
-    await asyncio.wait({running})
+            registration.wake()
+            await asyncio.sleep(0.01)
     assert registration.statistics.registrations == 1
 
 
@@ -177,7 +188,7 @@ async def test_a_list_that_is_sent_while_the_checkpoint_is_read_is_no_other_plug
 
         async def recorded(self) -> KubeletRecord | None:
             if registration.endpoint.streams.sent and not self.named:
-                inventory.publish([Device("a"), Device("b")])
+                registration.endpoint.inventory.publish([Device("a"), Device("b")])
                 await asyncio.to_thread(fake_kubelet.wait_devices, R, 2)
                 self.named = frozenset("ab")
             if self.named:
@@ -187,17 +198,11 @@ async def test_a_list_that_is_sent_while_the_checkpoint_is_read_is_no_other_plug
         def contested(self, reason: str) -> None:
             self.said = reason
 
-    inventory, host = Inventory(R), Host()
-    endpoint = Endpoint(source(), inventory, AllocationsInFlight(), host)
-    inventory.publish([Device("a")])
-    registration = PluginRegistration(endpoint, PluginDirectory(fake_kubelet.device_plugin_dir))
-    running = asyncio.create_task(registration.run())
-    async with asyncio.timeout(20):
+    registration = registration_of(fake_kubelet.device_plugin_dir, host := Host())
+    async with running(registration), asyncio.timeout(20):
         await looked.wait()
         looked.clear()
         await looked.wait()
-    running.cancel()
-    await asyncio.wait({running})
     assert host.said == ""
 
 
@@ -217,14 +222,10 @@ def seen(
     return Seen(kubelet, served, live, listened, registered, since, ready)
 
 
-def test_all_is_well() -> None:
-    """If the resource is registered with the present kubelet, and the kubelet listens, the step is REST."""
-    assert next_step(seen(), 5.0) is Step.REST
-
-
 @pytest.mark.parametrize(
     ("now", "step"),
     [
+        (seen(), Step.REST),
         (seen(ready=False, kubelet=None), Step.WAIT_FOR_DEVICES),
         (seen(kubelet=None), Step.WAIT_FOR_KUBELET),
         (seen(registered=None, live=False), Step.REGISTER),
@@ -235,6 +236,7 @@ def test_all_is_well() -> None:
         (seen(live=False, listened=False, since=5.0), Step.REGISTER),
     ],
     ids=[
+        "all is well",
         "no list yet",
         "no kubelet",
         "never registered",
@@ -245,8 +247,8 @@ def test_all_is_well() -> None:
         "the kubelet does not listen",
     ],
 )
-def test_each_thing_that_can_be_wrong_has_its_step(now: Seen, step: Step) -> None:
-    """For each situation in which the resource is not served by the present kubelet, there is one next step."""
+def test_each_situation_has_its_step(now: Seen, step: Step) -> None:
+    """The step is REST if the present kubelet serves the resource; each other situation has one next step."""
     assert next_step(now, 5.0) is step
 
 
@@ -337,15 +339,6 @@ def test_lock_on_a_removed_file_is_taken_again(tmp_path: Path) -> None:
     assert lock.owner() == "unknown"
 
 
-def test_locks_of_two_resources_are_two(tmp_path: Path) -> None:
-    """Each resource has a lock of its own."""
-    one, two = InstanceLock(tmp_path, R), InstanceLock(tmp_path, "example.com/other")
-    assert one.acquire()
-    assert two.acquire()
-    one.release()
-    two.release()
-
-
 def test_lock_where_nothing_can_be_written_says_so(tmp_path: Path) -> None:
     """If the lock file cannot be created, an error names the file and says what is needed."""
     lock = InstanceLock(tmp_path / "missing", R)
@@ -392,21 +385,21 @@ def test_directory_that_is_none_is_said(tmp_path: Path) -> None:
         asyncio.run(agent.run())
 
 
-def test_dead_socket_of_before_a_reboot_is_replaced(kubelet_root: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_dead_socket_of_before_a_reboot_is_replaced(
+    fake_kubelet: FakeKubelet, served: Serve, caplog: pytest.LogCaptureFixture
+) -> None:
     """A kubelet.sock that no kubelet listens on is logged once and tried again; the next kubelet is found."""
     caplog.set_level(logging.INFO, "deviceplugin")
-    with FakeKubelet(kubelet_root) as kubelet:
-        kubelet.stop()
-        kubelet.socket.unlink()
-        with socket.socket(socket.AF_UNIX) as dead:
-            dead.bind(str(kubelet.socket))
-        with serve(source(), kubelet, timeout=None) as agent:
-            wait(lambda: R in agent.agent.services and agent.agent.services[R].registration.backoff.tries > 3)
-            assert agent.agent.services[R].registration.statistics.failures == 0  # without a kubelet no call fails
-            kubelet.start()
-            agent.wait_registered()
-    said = [record.getMessage() for record in caplog.records if "does not answer" in record.getMessage()]
-    assert len(said) == 1
+    fake_kubelet.stop()
+    fake_kubelet.socket.unlink()
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(fake_kubelet.socket))
+    agent = served(source(), timeout=None)
+    wait(lambda: R in agent.agent.services and agent.agent.services[R].registration.backoff.tries > 3)
+    assert agent.agent.services[R].registration.statistics.failures == 0  # without a kubelet no call fails
+    fake_kubelet.start()
+    agent.wait_registered()
+    assert caplog.text.count("does not answer") == 1
 
 
 def test_directory_that_is_made_anew_is_served_in(fake_kubelet: FakeKubelet, served: Serve) -> None:
@@ -434,35 +427,32 @@ def test_serves_and_then_registers(fake_kubelet: FakeKubelet, served: Serve) -> 
 
 
 def test_waits_for_a_kubelet_that_is_not_there_and_says_so_once(
-    kubelet_root: Path, caplog: pytest.LogCaptureFixture
+    fake_kubelet: FakeKubelet, served: Serve, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Without a kubelet the agent waits, logs that once, and registers as soon as there is a kubelet."""
     caplog.set_level(logging.INFO, "deviceplugin")
-    with FakeKubelet(kubelet_root) as kubelet:
-        kubelet.stop()
-        kubelet.socket.unlink()
-        with serve(source(), kubelet, timeout=None, timing=RegistrationTiming(poll=0.01)) as agent:
-            wait(lambda: "waiting for the kubelet" in caplog.text)
-            for _ in range(3):
-                agent.agent.services[R].registration.wake()
-            kubelet.start()
-            agent.wait_registered()
-    said = [record.getMessage() for record in caplog.records if "waiting for the kubelet" in record.getMessage()]
-    assert len(said) == 1
-    assert "kubelet.sock is not there" in said[0]
+    fake_kubelet.stop()
+    fake_kubelet.socket.unlink()
+    agent = served(source(), timeout=None, timing=RegistrationTiming(poll=0.01))
+    wait(lambda: "waiting for the kubelet" in caplog.text)
+    for _ in range(3):
+        agent.agent.services[R].registration.wake()
+    fake_kubelet.start()
+    agent.wait_registered()
+    (said,) = [one.getMessage() for one in caplog.records if "waiting for the kubelet" in one.getMessage()]
+    assert "kubelet.sock is not there" in said
 
 
-def test_waits_for_a_directory_that_is_not_there(kubelet_root: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_waits_for_a_directory_that_is_not_there(
+    fake_kubelet: FakeKubelet, served: Serve, caplog: pytest.LogCaptureFixture
+) -> None:
     """If the device plugin directory is missing, the log names it and the options for it, and the agent waits."""
-    with FakeKubelet(kubelet_root) as kubelet:
-        kubelet.stop()
-        for path in kubelet.device_plugin_dir.iterdir():
-            path.unlink()
-        kubelet.device_plugin_dir.rmdir()
-        with serve(source(), kubelet, timeout=None) as agent:
-            wait(lambda: f"no directory {kubelet.device_plugin_dir}; --kubelet-root and " in caplog.text)
-            kubelet.start()
-            agent.wait_registered()
+    fake_kubelet.stop()
+    shutil.rmtree(fake_kubelet.device_plugin_dir)
+    agent = served(source(), timeout=None)
+    wait(lambda: f"no directory {fake_kubelet.device_plugin_dir}; --kubelet-root and " in caplog.text)
+    fake_kubelet.start()
+    agent.wait_registered()
 
 
 def test_registers_again_when_its_own_socket_is_gone(fake_kubelet: FakeKubelet, served: Serve) -> None:
@@ -541,17 +531,6 @@ def test_frozen_kubelet_costs_nobody_else_anything(fake_kubelet: FakeKubelet, se
     fake_kubelet.thaw()
     fake_kubelet.wait_registered(R, 2)
     fake_kubelet.wait_allocatable(R, 2)
-
-
-def test_old_stream_ends_before_the_new_registration(fake_kubelet: FakeKubelet, served: Serve) -> None:
-    """After each new registration exactly one ListAndWatch stream is open, as the old stream has ended."""
-    served(source())
-    for count in range(2, 6):
-        fake_kubelet.recreate_socket()
-        fake_kubelet.wait_registered(R, count)
-        fake_kubelet.wait_allocatable(R, 2)
-        fake_kubelet.wait_until(lambda: fake_kubelet.streams(R) == 1)
-    assert fake_kubelet.allocatable(R) == 2
 
 
 def test_many_resources_register_one_after_another(fake_kubelet: FakeKubelet, served: Serve) -> None:
@@ -656,52 +635,18 @@ def test_foreign_sockets_are_never_touched(fake_kubelet: FakeKubelet, served: Se
         assert sockets(fake_kubelet) == names.keys() - {own}
 
 
-def test_directory_that_may_not_be_written_is_an_error(kubelet_root: Path) -> None:
+async def test_directory_that_may_not_be_written_is_an_error(tmp_path: Path) -> None:
     """If the lock file cannot be written in the device plugin directory, the registration raises RegistrationError."""
-    with FakeKubelet(kubelet_root) as kubelet:
-        kubelet.stop()
-        inventory = Inventory(R)
-        inventory.publish([Device("a")])
-        file = kubelet_root / "file"
-        file.mkdir()
-        registration = PluginRegistration(Endpoint(source(), inventory, AllocationsInFlight()), PluginDirectory(file))
-        InstanceLock(file, R).path.mkdir()
-
-        async def run() -> None:
-            async with asyncio.timeout(5):
-                await registration.run()
-
-        with pytest.raises(RegistrationError, match="needs write access to the kubelet's device plugin directory"):
-            asyncio.run(run())
+    InstanceLock(tmp_path, R).path.mkdir()
+    with pytest.raises(RegistrationError, match="needs write access to the kubelet's device plugin directory"):
+        async with asyncio.timeout(5):
+            await registration_of(tmp_path).run()
 
 
-def test_lock_of_another_process_is_said_with_its_owner(kubelet_root: Path) -> None:
+async def test_lock_of_another_process_is_said_with_its_owner(tmp_path: Path) -> None:
     """If another process keeps the lock for `takeover` seconds, the registration raises RegistrationError."""
-    inventory = Inventory(R)
-    inventory.publish([Device("a")])
-    registration = PluginRegistration(
-        Endpoint(source(), inventory, AllocationsInFlight()),
-        PluginDirectory(kubelet_root),
-        RegistrationTiming(takeover=0.05),
-    )
-    other = InstanceLock(kubelet_root, R)
+    other = InstanceLock(tmp_path, R)
     assert other.acquire()
     with pytest.raises(RegistrationError, match=r"stop that process, or give this resource another name"):
-        asyncio.run(registration.run())
+        await registration_of(tmp_path, takeover=0.05).run()
     other.release()
-
-
-# Helpers.
-
-
-def drop_stream(kubelet: FakeKubelet) -> None:
-    """Wait until the ListAndWatch stream of the newest registration is open, and end the stream."""
-    kubelet.wait_until(lambda: len(kubelet.updates(R)) == len(kubelet.registrations))
-    kubelet.drop_streams(R)
-
-
-@pytest.fixture
-def kubelet_root() -> Iterator[Path]:
-    """A directory with a short path, since the paths of sockets are limited."""
-    with tempfile.TemporaryDirectory(prefix="r-", dir="/tmp") as root:
-        yield Path(root)
