@@ -74,14 +74,18 @@ class Source(DeviceSource):
 
 
 class Shared(Source):
-    """A source that offers each device as `replicas` replicas, and records the devices that it resets."""
+    """A source that offers each device as `replicas` replicas, records its resets, and fails for those in `errors`."""
 
-    def __init__(self, replicas: int) -> None:
+    def __init__(self, replicas: int = 1) -> None:
         self.replicas = replicas
         self.resets: list[str] = []
+        self.errors: dict[str, str] = {}
 
     def reset(self, devices: Sequence[Device]) -> None:
         self.resets += [device.id for device in devices]
+        for device in devices:
+            if device.id in self.errors:
+                raise OSError(self.errors[device.id])
 
 
 class Slow(Shared):
@@ -260,25 +264,19 @@ def refused(code: grpc.StatusCode, *texts: str) -> Iterator[None]:
 # GetDevicePluginOptions.
 
 
-async def test_options_say_what_is_there(serve: Serve) -> None:
+LINK = Device("l", nodes=[DeviceNode("/dev/serial/by-id/l", target="/dev/ttyUSB0")])
+
+
+@pytest.mark.parametrize(
+    ("source", "device", "pre_start"),
+    [(Source(), Device("a"), False), (Shared(), Device("a"), True), (Source(), LINK, True)],
+    ids=["neither", "reset", "symlink"],
+)
+async def test_options_say_what_is_there(serve: Serve, source: Source, device: Device, pre_start: bool) -> None:
     """PreStartContainer is required if the source has `reset`, or a device's path is a symlink."""
-
-    class Resetting(Source):
-        resource = "example.com/s"
-
-        def reset(self, devices: Sequence[Device]) -> None: ...
-
-    class Linked(Source):
-        resource = "example.com/l"
-
-    plain = await (await serve(Source())).stub.GetDevicePluginOptions(pb.Empty())
-    resetting = await (await serve(Resetting())).stub.GetDevicePluginOptions(pb.Empty())
-    link = Device("l", nodes=[DeviceNode("/dev/serial/by-id/l", target="/dev/ttyUSB0")])
-    linked = await serve(Linked(), link)
-    assert not plain.pre_start_required
-    assert resetting.pre_start_required
-    assert (await linked.stub.GetDevicePluginOptions(pb.Empty())).pre_start_required
-    assert plain.get_preferred_allocation_available
+    served = await serve(source, device)
+    options = await served.stub.GetDevicePluginOptions(pb.Empty())
+    assert (options.pre_start_required, options.get_preferred_allocation_available) == (pre_start, True)
 
 
 async def test_a_held_stick_that_is_away_has_the_kubelet_ask_before_a_start(serve: Serve) -> None:
@@ -345,19 +343,16 @@ async def test_vanished_device_is_sent_unhealthy(serve: Serve) -> None:
         assert await lists.next() == {"a": "Healthy"}
 
 
-async def test_numa_nodes_are_sent_unless_left_out(serve: Serve) -> None:
+@pytest.mark.parametrize("topology", [True, False])
+async def test_numa_nodes_are_sent_unless_left_out(serve: Serve, *, topology: bool) -> None:
     """The list has each device's NUMA nodes; with `topology = False` it has none."""
-
-    class Flat(Source):
-        resource = "example.com/flat"
-        topology = False
-
-    devices = [Device("a", numa=1), Device("b", numa=(0, 1)), Device("c")]
-    for source, wanted in ((Source(), {"a": [1], "b": [0, 1], "c": []}), (Flat(), {"a": [], "b": [], "c": []})):
-        served = await serve(source, *devices)
-        async with served.listening() as lists:
-            message = await lists.call.read()
-            assert {one.ID: [node.ID for node in one.topology.nodes] for one in message.devices} == wanted
+    source = Source()
+    source.topology = topology
+    served = await serve(source, Device("a", numa=1), Device("b", numa=(0, 1)), Device("c"))
+    async with served.listening() as lists:
+        message = await lists.call.read()
+    sent = [[node.ID for node in one.topology.nodes] for one in message.devices]
+    assert sent == ([[1], [0, 1], []] if topology else [[], [], []])
 
 
 async def test_too_large_list_is_not_sent_and_said(
@@ -371,9 +366,8 @@ async def test_too_large_list_is_not_sent_and_said(
         served.publish(*(f"device-{number}" for number in range(10)))
         await until(lambda: "not sent" in caplog.text)
         served.endpoint.refresh()
-        served.publish("a", *[])
-        served.inventory.forget([f"device-{number}" for number in range(10)])
         served.publish("a", "b")
+        served.inventory.forget([f"device-{number}" for number in range(10)])
         assert await lists.next() == {"a": "Healthy", "b": "Healthy"}
     (said,) = (record for record in caplog.records if record.levelno == logging.ERROR)
     assert "the list of 11 devices has" in said.getMessage()
@@ -390,7 +384,7 @@ async def test_four_mebibytes_are_the_limit(serve: Serve) -> None:
 
 
 async def test_streams_end_when_told(serve: Serve) -> None:
-    """`ListStreams.end` ends every stream; after the end of the last stream the function given to `start` is called."""
+    """`end` ends each stream; the last one's end calls the function given to `start`. No stream begins after `stop`."""
     served = await serve(Source(), "a")
     ends = []
     served.endpoint.streams.start(lambda: ends.append(served.endpoint.streams.live))
@@ -403,14 +397,9 @@ async def test_streams_end_when_told(serve: Serve) -> None:
         assert await two.ended()
     assert ends == [False]
     assert not served.endpoint.streams.live
-
-
-async def test_stream_that_begins_while_closing_ends_at_once(serve: Serve) -> None:
-    """A ListAndWatch stream that begins after `stop` ends at once, so that it does not delay the plugin's end."""
-    served = await serve(Source(), "a")
     served.endpoint.streams.stop()
-    async with served.listening() as lists:
-        assert await lists.ended()
+    async with served.listening() as late:
+        assert await late.ended()
 
 
 async def test_kubelet_that_leaves_is_noticed(serve: Serve) -> None:
@@ -499,12 +488,6 @@ async def test_ids_in_errors_are_printable(serve: Serve) -> None:
         await served.allocate(f"x\x1b[31m{'y' * 9000}")
     with refused(grpc.StatusCode.INVALID_ARGUMENT, "device x\\x07 is requested twice"):
         await served.allocate("x\x07 x\x07")
-
-
-async def test_device_of_unknown_health_is_given_out(serve: Serve) -> None:
-    """A device of unknown health is granted."""
-    served = await serve(Source(), Device("a", health=Health.UNKNOWN))
-    assert len(await served.allocate("a")) == 1
 
 
 async def test_replicas_lead_to_their_device(serve: Serve) -> None:
@@ -598,12 +581,10 @@ class Hanging(Source):
     hook_timeout = 0.05
 
     def __init__(self) -> None:
-        self.hangs = threading.Event()
         self.over = threading.Event()
 
     def edits(self, devices: Sequence[Device]) -> ContainerEdits:
         if devices[0].id == "hangs":
-            self.hangs.set()
             self.over.wait()
         if devices[0].id == "raises":
             raise OSError("no such hardware")
@@ -850,10 +831,7 @@ async def test_processes_are_looked_for_after_the_last_hook(serve: Serve) -> Non
 @pytest.mark.parametrize("replicas", [1, 2])
 async def test_devices_to_be_avoided_are_taken_last(serve: Serve, replicas: int) -> None:
     """Devices in `avoided`, for which a drain waits, are preferred last, except if they must be included."""
-
-    source = Source()
-    source.replicas = replicas
-    served = await serve(source, "a", "b", "c", "d", avoided=("a", "b"))
+    served = await serve(Shared(replicas), "a", "b", "c", "d", avoided=("a", "b"))
     ids = {name: " ".join(replicas_of(name, replicas)) for name in "abcd"}
     every = " ".join(ids.values())
     chosen = await served.prefer(every, "", 2 * replicas)
@@ -887,13 +865,14 @@ _ids = st.lists(
 
 @given(st.lists(_ids, max_size=3), st.sampled_from([1, 2]))
 def test_no_request_breaks_allocate(containers: list[list[str]], replicas: int) -> None:
-    """Any Allocate request is granted, with a response for each container, or refused with a code."""
+    """Any Allocate request is granted, with a response for each container, or refused with a code.
+
+    A device of unknown health, here b, can be granted.
+    """
 
     async def run() -> None:
-        source = Source()
-        source.replicas = replicas
-        served = Served(source, None)
-        served.publish("a", "b", Device("sick", health=Health.UNHEALTHY))
+        served = Served(Shared(replicas), None)
+        served.publish("a", Device("b", health=Health.UNKNOWN), Device("sick", health=Health.UNHEALTHY))
         endpoint = served.endpoint
         good = {name for device in "ab" for name in replicas_of(device, replicas)}
 
@@ -1004,20 +983,8 @@ def test_translated_wish_fits(available: list[str], must_include: list[str], wis
 
 async def test_reset_is_called_with_the_devices(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
     """`reset` gets each device once, also for two replicas; if it fails, the start fails, and the log names the pod."""
-
-    class Resetting(Source):
-        replicas = 2
-        calls: list[list[str]]
-
-        def __init__(self) -> None:
-            self.calls = []
-
-        def reset(self, devices: Sequence[Device]) -> None:
-            self.calls.append([device.id for device in devices])
-            if devices[0].id == "b":
-                raise OSError("stuck")
-
-    source = Resetting()
+    source = Shared(2)
+    source.errors = {"b": "stuck"}
     named = {"b::0": frozenset({PodContainer("ml", "train", "main")})}
 
     async def begun(*_: object) -> frozenset[Allocation]:
@@ -1031,24 +998,15 @@ async def test_reset_is_called_with_the_devices(serve: Serve, caplog: pytest.Log
     (said,) = [record for record in caplog.records if "cannot start" in record.getMessage()]
     assert (said.resource, said.device, said.pod) == (R, "b::0", "ml/train")  # type: ignore[attr-defined]
     assert "b::0" in said.getMessage()
-    assert source.calls == [["a"], ["b"]]
+    assert source.resets == ["a", "b"]
 
 
 async def test_a_reset_that_goes_on_failing_is_logged_once(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
     """The same error of `reset` is logged once until a container starts; a different error is logged at once."""
-
-    class Resetting(Source):
-        error = "stuck"
-
-        def reset(self, devices: Sequence[Device]) -> None:
-            if self.error:
-                raise OSError(self.error)
-
-    source = Resetting()
-    served = await serve(source, "a", "b")
+    served = await serve(source := Shared(), "a", "b")
     said = []
     for error, ids in (("stuck", "ab"), ("stuck", "ba"), ("burnt", "ab"), ("", "ab"), ("burnt", "ba")):
-        source.error = error
+        source.errors = {"a": error} if error else {}
         with contextlib.suppress(grpc.aio.AioRpcError):
             await served.stub.PreStartContainer(pb.PreStartContainerRequest(devices_ids=list(ids)))
         said.append(sum("cannot start" in one.getMessage() for one in caplog.records if one.levelname == "WARNING"))
@@ -1084,14 +1042,10 @@ async def test_reset_that_hangs_is_given_up(serve: Serve, *, plain: bool) -> Non
 
 async def test_reset_without_a_device_is_not_called(serve: Serve) -> None:
     """`reset` is called with the known devices only; if all ids are unknown, PreStartContainer succeeds without it."""
-
-    class Resetting(Source):
-        def reset(self, devices: Sequence[Device]) -> None:
-            assert devices[0].id == "a"
-
-    served = await serve(Resetting(), "a")
+    served = await serve(source := Shared(), "a")
     await served.stub.PreStartContainer(pb.PreStartContainerRequest(devices_ids=["a", "lost"]))
     await served.stub.PreStartContainer(pb.PreStartContainerRequest(devices_ids=["lost"]))
+    assert source.resets == ["a"]
     assert served.endpoint.statistics.hooks.calls == {(R, "reset"): 1}
 
 
@@ -1115,16 +1069,14 @@ async def test_a_device_is_checked_again_after_its_reset(serve: Serve, tmp_path:
 
 async def test_settled_when_no_call_is_in_flight(serve: Serve) -> None:
     """`calls_ended` waits until no call is in flight, so that the end of the plugin does not cut a call off."""
-    source = Hanging()
-    source.hook_timeout = 10
-    served = await serve(source, "hangs")
+    served = await serve(source := Slow(), "a")
     assert await served.endpoint.calls_ended(0)
-    hanging = asyncio.create_task(served.allocate("hangs"))
-    assert await asyncio.to_thread(source.hangs.wait, 10)
+    call = asyncio.create_task(served.allocate("a"))
+    await source.begun.wait()
     assert not await served.endpoint.calls_ended(0.01)
-    source.over.set()
+    source.go_on.set()
     assert await served.endpoint.calls_ended(10)
-    await hanging
+    await call
 
 
 # A source is replaced by one with another number of replicas.
