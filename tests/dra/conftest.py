@@ -1,4 +1,4 @@
-"""Fixtures: a fake node for agents that serve limits and claims; kubeconfigs that are read in the test's process."""
+"""Fixtures: a fake node for agents that serve limits and claims, a fake API server, and kubeconfigs."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from dra_bridge.kube import auth, kubeconfig
+from dra_bridge.testing.apiserver import FakeApiServer
 from dra_bridge.testing.node import FakeNode
 from tests.dra.agents import fake_node
 from tests.scenarios.quick import hurry
@@ -18,6 +19,13 @@ def node(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNode]:
     hurry(monkeypatch.setattr)
     with fake_node() as made:
         yield made
+
+
+@pytest.fixture
+def server() -> Iterator[FakeApiServer]:
+    """An API server without objects."""
+    with FakeApiServer() as running:
+        yield running
 
 
 @pytest.fixture

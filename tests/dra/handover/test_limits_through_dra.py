@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
@@ -15,6 +18,20 @@ from tests.dra.agents import AgentOnNode, D, Listed, R, fpgas, on_node
 from tests.dra.objects import allocated_claim
 
 PLUGIN, TO_DRA, DRA, TO_PLUGIN = State.PLUGIN, State.TO_DRA, State.DRA, State.TO_PLUGIN
+
+
+@contextlib.asynccontextmanager
+async def offered(node: FakeNode, count: int, **options: Any) -> AsyncIterator[AgentOnNode]:
+    """Run an agent whose devices d0, d1 and so on are all for claims."""
+    async with on_node(node, fpgas(count, **options)) as here:
+        here.ask("all")
+        await here.settle(*[DRA] * count)
+        yield here
+
+
+def states(here: AgentOnNode) -> list[str]:
+    """Return the states of all devices, sorted."""
+    return sorted(one.value for one in here.states.values())
 
 
 async def started(here: AgentOnNode, name: str, count: int = 1) -> FakePod:
@@ -38,9 +55,7 @@ async def test_devices_return_when_no_pod_has_one_through_dra_by_limits(node: Fa
 
     After that, a pod with a claim keeps only its own device from returning.
     """
-    async with on_node(node, fpgas(3)) as here:
-        here.ask("all")
-        await here.settle(DRA, DRA, DRA)
+    async with offered(node, 3) as here:
         unchanged = await started(here, "unchanged")
         claims = await here.claimant("claims")
         here.ask("none")
@@ -50,7 +65,7 @@ async def test_devices_return_when_no_pod_has_one_through_dra_by_limits(node: Fa
         await here.until(lambda: not here.published)
         assert not here.healthy()
         await here.stopped(unchanged)
-        await here.until(lambda: sorted(one.value for one in here.states.values()) == ["plugin", "plugin", "to-plugin"])
+        await here.until(lambda: states(here) == ["plugin", "plugin", "to-plugin"])
         assert claims.running
 
 
@@ -59,9 +74,7 @@ async def test_pods_by_limits_that_wait_do_not_keep_devices_from_returning(node:
 
     One of the four devices is to stay for claims: the device of the pod with a claim does not return.
     """
-    async with on_node(node, fpgas(4)) as here:
-        here.ask("all")
-        await here.settle(DRA, DRA, DRA, DRA)
+    async with offered(node, 4) as here:
         unchanged = await started(here, "unchanged", 3)
         claims = await here.claimant("claims")
         pod = node.start_pod("waits", {R: 3})
@@ -70,16 +83,14 @@ async def test_pods_by_limits_that_wait_do_not_keep_devices_from_returning(node:
         await here.until(lambda: not here.published)
         await here.stopped(unchanged)
         await asyncio.to_thread(pod.wait_running, 60)
-        assert sorted(one.value for one in here.states.values()) == ["dra", "plugin", "plugin", "plugin"]
+        assert states(here) == ["dra", "plugin", "plugin", "plugin"]
         assert set(pod.devices[R]) == {name for name, one in here.states.items() if one is PLUGIN}
         assert claims.running
 
 
 async def test_devices_that_wait_to_return_are_offered_to_claims(node: FakeNode) -> None:
     """With `drain: wait`, devices that are to return are offered to claims while DRA serves a pod's limits."""
-    async with on_node(node, fpgas(2)) as here:
-        here.ask("all")
-        await here.settle(DRA, DRA)
+    async with offered(node, 2) as here:
         here.bridge.drivers[D].resources[R].policy = HandoverPolicy(drain="wait")
         unchanged = await started(here, "unchanged")
         here.ask("none")
@@ -93,9 +104,7 @@ async def test_devices_that_wait_to_return_are_offered_to_claims(node: FakeNode)
 
 async def test_an_allocation_by_limits_that_is_not_prepared_keeps_devices(node: FakeNode) -> None:
     """A claim that was allocated for a pod's limits and is not prepared yet keeps all devices from returning."""
-    async with on_node(node, fpgas(2)) as here:
-        here.ask("all")
-        await here.settle(DRA, DRA)
+    async with offered(node, 2) as here:
         allocate_by_limits(here, "late", "d0")
         here.ask("none")
         await here.until(lambda: here.waiting.get("d0") == "claim default/late")
@@ -110,9 +119,7 @@ async def test_none_turns_round_before_the_others_have_returned(node: FakeNode) 
     If it went back to DRA at once, pods with limits could get it through DRA, and the other devices would wait for
     these pods again.
     """
-    async with on_node(node, fpgas(4)) as here:
-        here.ask("all")
-        await here.settle(DRA, DRA, DRA, DRA)
+    async with offered(node, 4) as here:
         unchanged = await started(here, "unchanged")
         (held,) = node.devices_of(unchanged)
         allocate_by_limits(here, "late", min({"d0", "d1"} - {held}))
@@ -123,16 +130,12 @@ async def test_none_turns_round_before_the_others_have_returned(node: FakeNode) 
         await here.until(lambda: all("default/late" in here.waiting.get(f"d{n}", "") for n in range(4)))
         await here.settle(TO_PLUGIN, TO_PLUGIN, TO_PLUGIN, TO_PLUGIN)
         node.server.delete("resourceclaims", "late", "default")
-        await here.until(
-            lambda: sorted(one.value for one in here.states.values()) == ["dra", "plugin", "plugin", "plugin"]
-        )
+        await here.until(lambda: states(here) == ["dra", "plugin", "plugin", "plugin"])
 
 
 async def test_claims_keep_their_share_beside_pods_by_limits_that_wait(node: FakeNode) -> None:
     """If one of three returning devices is to be for claims, a claim gets it, and waiting pods with limits get two."""
-    async with on_node(node, fpgas(3)) as here:
-        here.ask("all")
-        await here.settle(DRA, DRA, DRA)
+    async with offered(node, 3) as here:
         unchanged = await started(here, "unchanged", 3)
         waiting = [node.start_pod(f"waits-{number}", {R: 1}) for number in range(3)]
         here.ask("1")
@@ -142,21 +145,19 @@ async def test_claims_keep_their_share_beside_pods_by_limits_that_wait(node: Fak
         await here.stopped(unchanged)
         await asyncio.to_thread(claims.wait_running, 60)
         await here.until(lambda: sum(pod.running for pod in waiting) == 2)
-        assert sorted(one.value for one in here.states.values()) == ["dra", "plugin", "plugin"]
+        assert states(here) == ["dra", "plugin", "plugin"]
 
 
 async def test_claims_that_hold_more_than_their_share_keep_it(node: FakeNode) -> None:
     """Two claims have devices but only one is to be for claims: one goes back to DRA, the other waits for its claim."""
-    async with on_node(node, fpgas(3)) as here:
-        here.ask("all")
-        await here.settle(DRA, DRA, DRA)
+    async with offered(node, 3) as here:
         unchanged = await started(here, "unchanged")
         for name in ("c0", "c1"):
             await here.claimant(name)
         here.ask("1")
         await here.settle(TO_PLUGIN, TO_PLUGIN, TO_PLUGIN)
         await here.stopped(unchanged)
-        await here.until(lambda: sorted(one.value for one in here.states.values()) == ["dra", "plugin", "to-plugin"])
+        await here.until(lambda: states(here) == ["dra", "plugin", "to-plugin"])
         await here.until(lambda: len(here.published) == 1)
 
 
@@ -168,15 +169,13 @@ async def test_a_move_to_dra_turns_round_while_a_claim_keeps_another_from_return
     async with on_node(node, fpgas(3)) as here:
         held = await started(here, "held")
         here.ask("all")
-        await here.until(lambda: sorted(one.value for one in here.states.values()) == ["dra", "dra", "to-dra"])
+        await here.until(lambda: states(here) == ["dra", "dra", "to-dra"])
         unchanged = await started(here, "unchanged")
         await here.claimant("claims")
         here.ask("none")
-        await here.until(
-            lambda: sorted(one.value for one in here.states.values()) == ["to-dra", "to-plugin", "to-plugin"]
-        )
+        await here.until(lambda: states(here) == ["to-dra", "to-plugin", "to-plugin"])
         await here.stopped(unchanged)
-        await here.until(lambda: sorted(one.value for one in here.states.values()) == ["plugin", "plugin", "to-plugin"])
+        await here.until(lambda: states(here) == ["plugin", "plugin", "to-plugin"])
         assert held.running
 
 
@@ -185,10 +184,10 @@ async def test_a_move_that_is_withdrawn_waits_too(node: FakeNode) -> None:
     async with on_node(node, fpgas(2)) as here:
         held = await started(here, "held")
         here.ask("all")
-        await here.until(lambda: sorted(one.value for one in here.states.values()) == ["dra", "to-dra"])
+        await here.until(lambda: states(here) == ["dra", "to-dra"])
         unchanged = await started(here, "unchanged")
         here.ask("none")
-        await here.until(lambda: sorted(one.value for one in here.states.values()) == ["to-dra", "to-plugin"])
+        await here.until(lambda: states(here) == ["to-dra", "to-plugin"])
         await here.until(lambda: len(here.waiting) == 2)
         assert not here.healthy()
         await here.stopped(unchanged)
@@ -201,9 +200,7 @@ async def test_what_is_forced_moves_at_once(node: FakeNode, caplog: pytest.LogCa
 
     The log names the pod that a kubelet restart would end.
     """
-    async with on_node(node, fpgas(4)) as here:
-        here.ask("all")
-        await here.settle(DRA, DRA, DRA, DRA)
+    async with offered(node, 4) as here:
         unchanged = await started(here, "unchanged")
         here.ask("1 force")
         await here.until(lambda: len(here.healthy()) == 3)
@@ -218,7 +215,7 @@ async def test_what_is_forced_moves_at_once(node: FakeNode, caplog: pytest.LogCa
         await here.until(lambda: list(here.states.values()).count(PLUGIN) == 2)
         await here.until(lambda: here.waiting.keys() == {name for name, one in here.states.items() if one is PLUGIN})
         here.ask("all force")
-        await here.until(lambda: sorted(one.value for one in here.states.values()) == ["dra", "dra", "dra", "to-dra"])
+        await here.until(lambda: states(here) == ["dra", "dra", "dra", "to-dra"])
         assert younger.running
         await here.stopped(younger)
         await here.settle(DRA, DRA, DRA, DRA)
@@ -231,9 +228,7 @@ async def test_devices_leave_as_pods_of_the_plugin_side_end(node: FakeNode) -> N
 
     Two of the pods have devices of the plugin, and one pod has two devices through DRA.
     """
-    async with on_node(node, fpgas(6)) as here:
-        here.ask("all")
-        await here.settle(*[DRA] * 6)
+    async with offered(node, 6) as here:
         unchanged = await started(here, "unchanged", 2)
         here.ask("2 force")
         await here.until(lambda: len(here.healthy()) == 4)
@@ -251,16 +246,14 @@ async def test_devices_leave_as_pods_of_the_plugin_side_end(node: FakeNode) -> N
 
 async def test_shared_devices_count_by_their_ids(node: FakeNode) -> None:
     """Shared devices count by the ids that the kubelet has: two pods need two ids, so one of two devices may leave."""
-    async with on_node(node, fpgas(3, replicas=2)) as here:
-        here.ask("all")
-        await here.settle(DRA, DRA, DRA)
+    async with offered(node, 3, replicas=2) as here:
         await started(here, "unchanged")
         here.ask("1 force")
         await here.until(lambda: len(here.healthy()) == 4)
         younger = await started(here, "younger")
         here.ask("all")
         await here.until(lambda: len(here.healthy()) == 2)
-        await here.until(lambda: sorted(one.value for one in here.states.values()) == ["dra", "dra", "plugin"])
+        await here.until(lambda: states(here) == ["dra", "dra", "plugin"])
         await here.until(lambda: len(here.waiting) == 1)
         assert younger.running
 

@@ -8,11 +8,9 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -38,28 +36,9 @@ from dra_bridge.kube import (
 )
 from dra_bridge.kube.api import GoneError, error_of
 from dra_bridge.testing.apiserver import FakeApiServer, Fault
+from tests.dra.kube.conftest import connected
 from tests.dra.objects import node_body
 from tests.kubeconfigs import written
-
-
-@pytest.fixture
-def server() -> Iterator[FakeApiServer]:
-    with FakeApiServer() as running:
-        yield running
-
-
-@asynccontextmanager
-async def connected(server: FakeApiServer, **options: Any) -> AsyncIterator[Cluster]:
-    async with Cluster.from_server(server.url, **{"backoff": Backoff(0.01, 0.05), "deadline": 2.0, **options}) as one:
-        async with asyncio.timeout(20):
-            yield one
-
-
-@pytest.fixture
-async def cluster(server: FakeApiServer) -> AsyncIterator[Cluster]:
-    async with connected(server) as one:
-        yield one
-
 
 # --- requests -------------------------------------------------------------------------------------
 

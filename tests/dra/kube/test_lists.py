@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,20 +14,7 @@ from dra_bridge.kube import NODES, RESOURCE_CLAIMS, Cluster, GoneError, ListedCl
 from dra_bridge.kube.forms import Page
 from dra_bridge.testing.apiserver import FakeApiServer, Fault
 from dra_bridge.wire import objects_pb2 as pb
-from tests.dra.kube.test_client import connected
 from tests.dra.objects import node_body
-
-
-@pytest.fixture
-def server() -> Iterator[FakeApiServer]:
-    with FakeApiServer() as running:
-        yield running
-
-
-@pytest.fixture
-async def cluster(server: FakeApiServer) -> AsyncIterator[Cluster]:
-    async with connected(server) as one:
-        yield one
 
 
 @pytest.fixture
