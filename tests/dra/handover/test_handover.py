@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -232,6 +232,18 @@ async def test_a_step_that_follows_another_plans_with_the_new_device_lists(
     await flow.end()
 
 
+S = "example.com/other"
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[DirectLedger]:
+    """An open ledger with devices for limits: a, b and d of resource R, and c of resource S."""
+    with DirectLedger(str(tmp_path / "ledger.db")) as opened:
+        opened.do(adopt(R, ["a", "b", "d"], Side.PLUGIN, 0.0))
+        opened.do(adopt(S, ["c"], Side.PLUGIN, 0.0))
+        yield opened
+
+
 def test_devices_that_a_claim_came_for_are_not_turned_round() -> None:
     """A device that moves to DRA for a waiting claim does not move back, however few devices are to be for claims."""
     states = {"a": State.TO_DRA, "b": State.DRA, "c": State.PLUGIN}
@@ -240,50 +252,41 @@ def test_devices_that_a_claim_came_for_are_not_turned_round() -> None:
     assert plan(states, (), Share(1), expected={"a"}).to_plugin == ("b",)
 
 
-def test_what_is_held_is_not_expected(tmp_path: Path) -> None:
+def test_what_is_held_is_not_expected(store: DirectLedger) -> None:
     """A device that moves to DRA for a claim counts as expected by the claim, and as held once a pod is granted it."""
     claim = Claim("d", "1", "default", "c", (ClaimDevice(R, "a"),), None, 1.0)
-    with DirectLedger(str(tmp_path / "ledger.db")) as store:
-        store.do(adopt(R, DEVICES, Side.PLUGIN, 1.0))
-        store.do(reserve(claim, durable=True, move_idle=True))
-        assert held_and_expected(store.snapshot) == (frozenset(), frozenset({(R, "a")}))
-        store.do(grant(R, {"a": "a"}, 1.0))
-        assert held_and_expected(store.snapshot) == (frozenset({(R, "a")}), frozenset())
+    store.do(reserve(claim, durable=True, move_idle=True))
+    assert held_and_expected(store.snapshot) == (frozenset(), frozenset({(R, "a")}))
+    store.do(grant(R, {"a": "a"}, 1.0))
+    assert held_and_expected(store.snapshot) == (frozenset({(R, "a")}), frozenset())
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_evidence_is_gathered_in_the_order_of_the_rule(tmp_path: Path, replicas: int) -> None:
+def test_evidence_is_gathered_in_the_order_of_the_rule(store: DirectLedger, replicas: int) -> None:
     """A device counts as withdrawn from the kubelet if none of its ids is healthy; without a kubelet no device does."""
-    with DirectLedger(str(tmp_path / "ledger.db")) as store:
-        store.do(adopt(R, DEVICES, Side.PLUGIN, 1.0))
-        store.do(operations.begin_move(R, DEVICES, Side.DRA, 1.0))
-        moving = ALL.in_state(store.snapshot, R, State.TO_DRA)
-        device_id_of = partial(device_of, replicas=replicas)
-        assert moving == DEVICES
-        assert shown_unhealthy(moving, None, device_id_of) == {}
-        healthy = frozenset({"b" if replicas == 1 else "b::1"})
-        assert shown_unhealthy(moving, (3.0, healthy), device_id_of) == {"a": 3.0}
-        assert ALL.in_state(store.snapshot, R, State.TO_PLUGIN) == ()
+    store.do(operations.begin_move(R, DEVICES, Side.DRA, 1.0))
+    moving = ALL.in_state(store.snapshot, R, State.TO_DRA)
+    device_id_of = partial(device_of, replicas=replicas)
+    assert moving == DEVICES
+    assert shown_unhealthy(moving, None, device_id_of) == {}
+    healthy = frozenset({"b" if replicas == 1 else "b::1"})
+    assert shown_unhealthy(moving, (3.0, healthy), device_id_of) == {"a": 3.0}
+    assert ALL.in_state(store.snapshot, R, State.TO_PLUGIN) == ()
 
 
-def test_a_driver_moves_its_own_devices_and_those_of_none(tmp_path: Path) -> None:
+def test_a_driver_moves_its_own_devices_and_those_of_none(store: DirectLedger) -> None:
     """A driver moves its own devices and those of no driver, but not those of another driver."""
-    with DirectLedger(str(tmp_path / "ledger.db")) as store:
-        store.do(adopt(R, "abc", Side.PLUGIN, 1.0))
-        for name, driver in (("a", "d"), ("b", "e")):
-            store.do(operations.begin_move(R, [name], Side.DRA, 1.0, driver=driver))
-        assert Moving("d").of(store.snapshot, R).keys() == {"a", "c"}
-        assert Moving("d", leaving=True).of(store.snapshot, R).keys() == {"a"}
-        assert Moving("d").in_state(store.snapshot, R, State.TO_DRA) == ("a",)
-        assert Moving("e", leaving=True).in_state(store.snapshot, R, State.PLUGIN) == ()
+    for name, driver in (("a", "d"), ("b", "e")):
+        store.do(operations.begin_move(R, [name], Side.DRA, 1.0, driver=driver))
+    assert Moving("d").of(store.snapshot, R).keys() == {"a", "d"}
+    assert Moving("d", leaving=True).of(store.snapshot, R).keys() == {"a"}
+    assert Moving("d").in_state(store.snapshot, R, State.TO_DRA) == ("a",)
+    assert Moving("e", leaving=True).in_state(store.snapshot, R, State.PLUGIN) == ()
 
 
 # Groups: devices that only move together, because they are parts of one device.
 
-S = "example.com/other"
 GROUP = ((R, "a"), (R, "b"), (S, "c"))
-
-
 TOGETHER = {"a": GROUP, "b": GROUP, "c": GROUP, "d": ((R, "d"),)}
 
 
@@ -292,51 +295,39 @@ def movable(now: RegisterSnapshot, resource: str, refused: Mapping[RecordKey, Re
     return Movable.of(now, resource, states, TOGETHER, refused, "d")
 
 
-def test_parts_of_one_device_count_as_one(tmp_path: Path) -> None:
+def test_parts_of_one_device_count_as_one(store: DirectLedger) -> None:
     """A plan of moves has only the first of a device's parts, which counts as held if any part is held."""
-    with DirectLedger(str(tmp_path / "ledger.db")) as store:
-        store.do(adopt(R, ["a", "b", "d"], Side.PLUGIN, 0.0))
-        store.do(adopt(S, ["c"], Side.PLUGIN, 0.0))
-        assert leading(movable(store.snapshot, S)) == ({}, frozenset(), frozenset())
-        at = {"a": State.PLUGIN, "d": State.PLUGIN}
-        assert leading(movable(store.snapshot, R)) == (at, frozenset(), frozenset())
-        store.do(grant(S, {"c": "c"}, 0.0))
-        assert leading(movable(store.snapshot, R)) == (at, frozenset("a"), frozenset())
+    assert leading(movable(store.snapshot, S)) == ({}, frozenset(), frozenset())
+    at = {"a": State.PLUGIN, "d": State.PLUGIN}
+    assert leading(movable(store.snapshot, R)) == (at, frozenset(), frozenset())
+    store.do(grant(S, {"c": "c"}, 0.0))
+    assert leading(movable(store.snapshot, R)) == (at, frozenset("a"), frozenset())
 
 
-def test_parts_follow_the_first(tmp_path: Path) -> None:
+def test_parts_follow_the_first(store: DirectLedger) -> None:
     """When the first part of a device moves, to DRA or back, the other parts follow it, in both resources."""
-    with DirectLedger(str(tmp_path / "ledger.db")) as store:
-        store.do(adopt(R, ["a", "b", "d"], Side.PLUGIN, 0.0))
-        store.do(adopt(S, ["c"], Side.PLUGIN, 0.0))
-        assert followers(movable(store.snapshot, R)) == []
-        store.do(operations.begin_move(R, ["a", "d"], Side.DRA, 0.0))
-        assert followers(movable(store.snapshot, R)) == [("b", Side.DRA, "it moves with a", False)]
-        assert followers(movable(store.snapshot, S)) == [("c", Side.DRA, "it moves with a", False)]
-        store.do(operations.begin_move(R, ["b"], Side.DRA, 0.0))
-        store.do(operations.begin_move(R, ["a"], Side.PLUGIN, 0.0))
-        assert followers(movable(store.snapshot, R)) == [("b", Side.PLUGIN, "it moves with a", False)]
+    assert followers(movable(store.snapshot, R)) == []
+    store.do(operations.begin_move(R, ["a", "d"], Side.DRA, 0.0))
+    assert followers(movable(store.snapshot, R)) == [("b", Side.DRA, "it moves with a", False)]
+    assert followers(movable(store.snapshot, S)) == [("c", Side.DRA, "it moves with a", False)]
+    store.do(operations.begin_move(R, ["b"], Side.DRA, 0.0))
+    store.do(operations.begin_move(R, ["a"], Side.PLUGIN, 0.0))
+    assert followers(movable(store.snapshot, R)) == [("b", Side.PLUGIN, "it moves with a", False)]
 
 
-def test_a_claim_for_a_part_takes_all_along(tmp_path: Path) -> None:
-    """All parts of a device move for a claim for one part, also if no device is to be for claims otherwise."""
-    with DirectLedger(str(tmp_path / "ledger.db")) as store:
-        store.do(adopt(R, ["a", "b"], Side.PLUGIN, 0.0))
-        store.do(adopt(S, ["c"], Side.PLUGIN, 0.0))
-        store.do(operations.begin_move(R, ["b"], Side.DRA, 0.0, "whatever the words", for_claim=True))
-        for resource in (R, S):
-            for name, side, reason, for_claim in followers(movable(store.snapshot, resource)):
-                store.do(operations.begin_move(resource, [name], side, 0.0, reason, for_claim=for_claim))
-        assert {record.state for record in store.snapshot.devices.values()} == {State.TO_DRA}
-        leaders, held, expected = leading(movable(store.snapshot, R))
-        assert (leaders, expected) == ({"a": State.TO_DRA}, frozenset("a"))
-        assert plan(leaders, held, Share(0), expected=expected) == Plan()
-        evidence = KubeletSnapshot(store.snapshot.sequence, 2.0, True)
-        shown = KubeletEvidence(store.snapshot.sequence, {"a": 1.0}, evidence)
-        assert store.do(operations.commit_to_dra(R, ["a"], shown, 0.0)).devices == ("a",)
-        leaders, held, expected = leading(movable(store.snapshot, R))
-        assert plan(leaders, held, Share(0), expected=expected) == Plan()
-        assert followers(movable(store.snapshot, R)) == []
+def test_a_claim_for_a_part_takes_all_along(store: DirectLedger) -> None:
+    """All parts of a device move for a claim for one part, and stay until all have moved, also with a share of 0."""
+    store.do(operations.begin_move(R, ["b"], Side.DRA, 0.0, "whatever the words", for_claim=True))
+    for resource in (R, S):
+        for name, side, reason, for_claim in followers(movable(store.snapshot, resource)):
+            store.do(operations.begin_move(resource, [name], side, 0.0, reason, for_claim=for_claim))
+    assert {store.snapshot.state(*part) for part in GROUP} == {State.TO_DRA}
+    evidence = KubeletSnapshot(store.snapshot.sequence, 2.0, True)
+    shown = KubeletEvidence(store.snapshot.sequence, {"a": 1.0}, evidence)
+    assert store.do(operations.commit_to_dra(R, ["a"], shown, 0.0)).devices == ("a",)
+    leaders, held, expected = leading(movable(store.snapshot, R))
+    assert plan(leaders, held, Share(0), expected=expected) == Plan()
+    assert followers(movable(store.snapshot, R)) == []
 
 
 def refused_now(now: RegisterSnapshot, *devices: str) -> dict[RecordKey, RefusedClaim]:
@@ -344,41 +335,35 @@ def refused_now(now: RegisterSnapshot, *devices: str) -> dict[RecordKey, Refused
     return {("d", "1"): RefusedClaim("default/c", {(R, name): now.device(R, name).sequence for name in devices})}
 
 
-def test_a_refused_claim_takes_held_devices_once(tmp_path: Path) -> None:
+def test_a_refused_claim_takes_held_devices_once(store: DirectLedger) -> None:
     """After a claim was refused, its devices, which pods hold, and their groups begin to move to DRA, once.
 
     The move is not reversed while the refusal is remembered, and is not begun again after it was reversed.
     """
-    with DirectLedger(str(tmp_path / "ledger.db")) as store:
-        store.do(adopt(R, ["a", "b", "d"], Side.PLUGIN, 0.0))
-        store.do(adopt(S, ["c"], Side.PLUGIN, 0.0))
-        store.do(grant(R, {"b": "b", "d": "d"}, 0.0))
-        refused = refused_now(store.snapshot, "b", "d")
-        assert not needed_by(store.snapshot, refused, "another driver", TOGETHER)
-        reason = "for claim default/c"
-        expected = [(name, Side.DRA, reason, True) for name in ("a", "b", "d")]
-        assert followers(movable(store.snapshot, R, refused)) == expected
-        assert followers(movable(store.snapshot, S, refused)) == [("c", *expected[0][1:])]
-        store.do(operations.begin_move(R, ["a", "b", "d"], Side.DRA, 0.0, reason, for_claim=True))
-        leaders, held, awaited = leading(movable(store.snapshot, R, refused))
-        assert plan(leaders, held, Share(0), expected=awaited) == Plan()
-        leaders, held, awaited = leading(movable(store.snapshot, R))
-        assert plan(leaders, held, Share(0), expected=awaited).to_plugin == ("d",)
-        store.do(operations.begin_move(R, ["a", "b", "d"], Side.PLUGIN, 0.0))
-        assert not needed_by(store.snapshot, refused, "d", TOGETHER)
+    store.do(grant(R, {"b": "b", "d": "d"}, 0.0))
+    refused = refused_now(store.snapshot, "b", "d")
+    assert not needed_by(store.snapshot, refused, "another driver", TOGETHER)
+    reason = "for claim default/c"
+    expected = [(name, Side.DRA, reason, True) for name in ("a", "b", "d")]
+    assert followers(movable(store.snapshot, R, refused)) == expected
+    assert followers(movable(store.snapshot, S, refused)) == [("c", *expected[0][1:])]
+    store.do(operations.begin_move(R, ["a", "b", "d"], Side.DRA, 0.0, reason, for_claim=True))
+    leaders, held, awaited = leading(movable(store.snapshot, R, refused))
+    assert plan(leaders, held, Share(0), expected=awaited) == Plan()
+    leaders, held, awaited = leading(movable(store.snapshot, R))
+    assert plan(leaders, held, Share(0), expected=awaited).to_plugin == ("d",)
+    store.do(operations.begin_move(R, ["a", "b", "d"], Side.PLUGIN, 0.0))
+    assert not needed_by(store.snapshot, refused, "d", TOGETHER)
 
 
-def test_no_refused_claim_takes_devices_while_pods_have_some_by_limits_from_both_sides(tmp_path: Path) -> None:
+def test_no_refused_claim_takes_devices_while_pods_have_some_by_limits_from_both_sides(store: DirectLedger) -> None:
     """A refused claim moves no device of a resource while its pods by limits have devices of both plugin and DRA.
 
     Nor does the claim move devices that only move together (a group) if one of them belongs to such a resource.
     """
-    with DirectLedger(str(tmp_path / "ledger.db")) as store:
-        store.do(adopt(R, ["a", "b", "d"], Side.PLUGIN, 0.0))
-        store.do(adopt(S, ["c"], Side.PLUGIN, 0.0))
-        store.do(adopt(S, ["e"], Side.DRA, 0.0))
-        store.do(grant(S, {"c": "c"}, 0.0))
-        served = Claim("d", "2", "default", "served", (ClaimDevice(S, "e", limits=True),), None, 1.0)
-        store.do(reserve(served, durable=True))
-        refused = refused_now(store.snapshot, "b", "d")
-        assert needed_by(store.snapshot, refused, "d", TOGETHER).keys() == {(R, "d")}
+    store.do(adopt(S, ["e"], Side.DRA, 0.0))
+    store.do(grant(S, {"c": "c"}, 0.0))
+    served = Claim("d", "2", "default", "served", (ClaimDevice(S, "e", limits=True),), None, 1.0)
+    store.do(reserve(served, durable=True))
+    refused = refused_now(store.snapshot, "b", "d")
+    assert needed_by(store.snapshot, refused, "d", TOGETHER).keys() == {(R, "d")}
