@@ -251,16 +251,14 @@ def _import(options: argparse.Namespace) -> int:
 
     try:
         text = sys.stdin.read() if str(options.file) == "-" else options.file.read_text()
-        made = foreign.imported(text)
+        made = foreign.imported(text, config.parse)
     except (OSError, UnicodeDecodeError) as error:
         raise CommandError(f"{_title(options.file)}: cannot be read: {error}") from error
     except foreign.UnknownSettingsError as error:
         raise CommandError(f"{_title(options.file)}: {error}") from error
-    text = foreign.as_file(made)
     for note in made.notes:
         print(f"{_title(options.file)}: not imported: {printable(note)}", file=sys.stderr)
-    config.parse(text, "the imported file")
-    print(text, end="")
+    print(foreign.as_file(made), end="")
     return 0
 
 

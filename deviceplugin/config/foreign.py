@@ -6,6 +6,7 @@ smarter-device-manager's conf.yaml, and the config file of NVIDIA's plugin (api/
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shlex
 import textwrap
@@ -36,6 +37,8 @@ NVIDIA_VALUES: Final = frozenset(
 )
 """Values of NVIDIA's Helm chart (values.yaml) that set flags of the plugin directly, not in the plugin's config file.
 """
+MAX_SHOWN: Final = 100
+"""Maximum characters of a setting in a note."""
 OTHER_IDS: Final = (
     "{}: its device ids. Its pods run on, and the agent finds their devices by their containers' device nodes; if the "
     "plugin gave them a directory or a mount, the resource offers no device until they end (docs/existing-plugin.md)"
@@ -67,23 +70,24 @@ class UnknownSettingsError(ValueError):
     """Raised if a text does not contain the settings of a known plugin."""
 
 
-def imported(text: str) -> Imported:
+class _FormError(ValueError):
+    """Raised if a setting has another form than its plugin reads. The message names the setting and the correction."""
+
+
+def imported(text: str, parse: Callable[[str], object]) -> Imported:
     """Convert the settings of another device plugin to the resources of a config file.
 
     text: the plugin's config file, its flags, or YAML that contains one of them at any depth: a ConfigMap, a DaemonSet,
-    the `args` of a container, values of a Helm chart. Raises UnknownSettingsError.
+    the `args` of a container, values of a Helm chart. parse: the reader of config files, which checks the result.
+    Raises UnknownSettingsError.
     """
     made = Imported([], [])
     try:
         for take, settings in _in_text(text, whole=True):
-            take(settings, made)
+            with _left_out(f"the settings {str(settings)[:MAX_SHOWN]}", made):
+                take(settings, made)
     except (yaml.YAMLError, ConfigError) as error:
         raise UnknownSettingsError(f"it is not YAML: {error}") from error
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise UnknownSettingsError(f"its settings have another form: {type(error).__name__}: {error}") from error
-    if not made.resources:
-        known = "generic-device-plugin, smarter-device-manager, NVIDIA's device plugin"
-        raise UnknownSettingsError("\n".join(["it has no devices of a plugin that is known: " + known, *made.notes]))
     resources: dict[str, dict[str, Any]] = {}
     mixed = ""
     for one in made.resources:
@@ -95,7 +99,65 @@ def imported(text: str) -> Imported:
             mixed = name
         if resources.setdefault(name, one) != one:
             made.notes.append(f"{name}: other settings under the same name; the first are taken")
-    return Imported(list(resources.values()), list(dict.fromkeys(made.notes)))
+    valid = _valid(list(resources.values()), made, parse)
+    if not valid:
+        known = "generic-device-plugin, smarter-device-manager, NVIDIA's device plugin"
+        raise UnknownSettingsError("\n".join(["it has no devices of a plugin that is known: " + known, *made.notes]))
+    return Imported(valid, list(dict.fromkeys(made.notes)))
+
+
+def _valid(resources: list[dict[str, Any]], made: Imported, parse: Callable[[str], object]) -> list[dict[str, Any]]:
+    """Return the resources that a config file may have together. Add a note about each reason to leave one out."""
+    with contextlib.suppress(ConfigError):
+        parse(as_file(Imported(resources, [])))
+        return resources
+    kept: list[dict[str, Any]] = []
+    for one in resources:
+        try:
+            parse(as_file(Imported([*kept, one], [])))
+        except ConfigError as error:
+            for problem in error.problems:
+                key = problem.path.removeprefix(f"$.resources[{len(kept)}].")
+                made.notes.append(f"{one['name']}: left out: {key}: {problem.message}")
+        else:
+            kept.append(one)
+    return kept
+
+
+@contextlib.contextmanager
+def _left_out(what: str, made: Imported) -> Iterator[None]:
+    """If settings have another form than their plugin reads, add a note. what: the settings' name in the note."""
+    try:
+        yield
+    except _FormError as error:
+        made.notes.append(f"{what}: left out: {error}")
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        made.notes.append(f"{what}: left out: another form than the plugin reads ({type(error).__name__}: {error})")
+
+
+def _mapping(settings: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """Return the mapping at `key`, empty if it is not set. Raises _FormError."""
+    value = settings.get(key) or {}
+    if not isinstance(value, dict):
+        raise _FormError(f"{key}: {str(value)[:MAX_SHOWN]}; write a mapping")
+    return value
+
+
+def _entries(settings: Mapping[str, Any], key: str, required: str) -> list[Mapping[str, Any]]:
+    """Return the mappings in the list at `key`; each has the key `required`. Raises _FormError."""
+    entries = settings.get(key) or []
+    for one in entries if isinstance(entries, list) else [entries]:
+        if entries is one or not isinstance(one, dict) or one.get(required) is None:
+            raise _FormError(f"{key}: {str(one)[:MAX_SHOWN]}; write a list of mappings, each with {required}")
+    return list(entries)
+
+
+def _number(settings: Mapping[str, Any], key: str) -> int:
+    """Return a number of devices or replicas, 1 if it is not set. Raises _FormError."""
+    number = settings.get(key)
+    if number is not None and not re.fullmatch("[0-9]{1,9}", str(number)):
+        raise _FormError(f"{key}: {str(number)[:MAX_SHOWN]}; write a whole number of at least 1")
+    return int(number or 0) or 1
 
 
 def has_settings(node: yaml.Node, file: str) -> bool:
@@ -262,13 +324,23 @@ def _generic(spec: Any, domain: str, made: Imported) -> None:
         made.notes.append(f"generic-device-plugin: {spec!r} has another form; write it as YAML with a name and groups")
         return
     name = f"{domain}/{spec['name']}"
+    with _left_out(name, made):
+        _generic_resource(spec, name, made)
+    made.notes.append(OTHER_IDS.format("generic-device-plugin"))
+    if domain == GENERIC_DOMAIN:
+        made.notes.append(f"the domain, if it was not given: {domain} is that of version 0.1, later ones have devic.es")
+
+
+def _generic_resource(spec: Mapping[str, Any], name: str, made: Imported) -> None:
     note = _noting(name, made)
     entries: list[dict[str, Any]] = []
     counts, permissions = set(), set()
     for group in spec.get("groups") or ():
-        counts.add(int(group.get("count") or 1))
-        paths = group.get("paths") or ()
-        permissions |= {"".join(one for one in "rwm" if one in (path.get("permissions") or "mrw")) for path in paths}
+        if not isinstance(group, dict):
+            raise _FormError(f"groups: {str(group)[:MAX_SHOWN]}; write a mapping with paths or usb")
+        counts.add(_number(group, "count"))
+        paths = _entries(group, "paths", "path")
+        permissions |= {"".join(one for one in "rwm" if one in str(path.get("permissions") or "mrw")) for path in paths}
         parts = [_path(path, note) for path in paths]
         if len(parts) == 1:
             entries.append({key: value for key, value in parts[0].items() if key != "optional"})
@@ -276,7 +348,7 @@ def _generic(spec: Any, domain: str, made: Imported) -> None:
             if all("optional" in part for part in parts):  # In a config file, not all paths of a group may be optional.
                 del parts[0]["optional"]
             entries.append({"group": [part if len(part) > 1 else part["path"] for part in parts]})
-        entries += _usb(group.get("usb") or (), note)
+        entries += _usb(_entries(group, "usb", "vendor"), note)
     if not entries:
         note("it has no devices")
         return
@@ -294,9 +366,6 @@ def _generic(spec: Any, domain: str, made: Imported) -> None:
     if min(counts) > 1:
         resource["sharing"] = {"replicas": min(counts)}
     made.resources.append(resource)
-    made.notes.append(OTHER_IDS.format("generic-device-plugin"))
-    if domain == GENERIC_DOMAIN:
-        made.notes.append(f"the domain, if it was not given: {domain} is that of version 0.1, later ones have devic.es")
 
 
 def _path(path: Mapping[str, Any], note: Callable[[str], None]) -> dict[str, Any]:
@@ -304,7 +373,7 @@ def _path(path: Mapping[str, Any], note: Callable[[str], None]) -> dict[str, Any
 
     Add a note for each option that a config file cannot express.
     """
-    host, inside = str(path["path"]), str(path.get("mountPath") or "")
+    host, inside = _of_go(str(path["path"])), str(path.get("mountPath") or "")
     for key in ("readOnly", "limit"):
         if path.get(key):
             note(f"{key} of {host}")
@@ -319,6 +388,17 @@ def _path(path: Mapping[str, Any], note: Callable[[str], None]) -> dict[str, Any
     return part | ({"optional": True} if path.get("optional") else {})
 
 
+def _four_digits(text: str) -> str:
+    return f"{int(text, 16):04x}" if re.fullmatch("(?:0x)?[0-9a-fA-F]{1,4}", text) else text
+
+
+def _of_go(glob: str) -> str:
+    """Convert a glob of Go (filepath.Match), which has `[^` for `[!`, and a backslash for `[*]`. Raises _FormError."""
+    if wrong := re.search(r"\[(?:!|[^]]*\\)[^]]*\]?", glob):
+        raise _FormError(f"path: {glob}: write {wrong[0]} with neither a ! at its beginning nor a backslash")
+    return re.sub(r"\\(.)", lambda escaped: re.sub(r"([*?[])", r"[\1]", escaped[1]), glob).replace("[^", "[!")
+
+
 def _usb(specs: Sequence[Mapping[str, Any]], note: Callable[[str], None]) -> list[dict[str, Any]]:
     """Return the config file's entry for the USB devices of one generic-device-plugin group, as a list.
 
@@ -327,7 +407,7 @@ def _usb(specs: Sequence[Mapping[str, Any]], note: Callable[[str], None]) -> lis
     """
     keys = ("vendor", "product", "serial")
     given = [{key: str(spec[key]) for key in keys if spec.get(key)} for spec in specs]
-    ids = [{key: text if key == "serial" else text.zfill(4).lower() for key, text in one.items()} for one in given]
+    ids = [{key: text if key == "serial" else _four_digits(text) for key, text in one.items()} for one in given]
     if len(ids) > 1:
         note("several USB devices as one; here the ids of a group are those that one device has in turn")
     elif ids:
@@ -340,45 +420,65 @@ def _usb(specs: Sequence[Mapping[str, Any]], note: Callable[[str], None]) -> lis
 
 def _smarter(entries: Sequence[Mapping[str, Any]], made: Imported) -> None:
     for entry in entries:
-        match = str(entry["devicematch"])
-        glob = _as_glob(match.removeprefix("^").removesuffix("$"))
-        name = f"{SMARTER_DOMAIN}/{(glob or '').partition('*')[0].partition('[')[0].replace('/', '_')}"
-        if glob is None or name.endswith("/"):
-            made.notes.append(f"smarter-device-manager: devicematch {match!r}: write its paths as a glob")
-            continue
-        note = _noting(name, made)
-        resource: dict[str, Any] = {"name": name, "devices": [{"path": f"/dev/{glob}"}]}
-        if (count := int(entry.get("nummaxdevices") or 1)) > 1:
-            resource["sharing"] = {"replicas": count}
-        if re.search(r"[*\[]", glob):
-            note("a resource for each device, such as ...0; pods ask for any device of this one")
-        made.resources.append(resource)
-        if f"/dev/{glob}" in DIRECTORIES:
-            note(f"/dev/{glob} as a directory: name its nodes, by `path` or `group`")
-        _note_number(f"/dev/{glob}", note)
+        with _left_out(f"smarter-device-manager: devicematch {str(entry['devicematch'])!r}", made):
+            _smarter_resource(entry, made)
     made.notes.append(OTHER_IDS.format("smarter-device-manager"))
 
 
-def _as_glob(pattern: str) -> str | None:
-    """Convert a regular expression to a glob; return None if no glob matches the same texts."""
-    parts = []
-    for part in re.findall(r"(?:\[[^\]]+\]|\\d|\.)[*+]|\[[^\]]+\]|\\d|\\.|.", pattern):
-        if part[-1] in "*+" and len(part) > 1:
-            parts.append("*")
-        elif part == r"\d":
-            parts.append("[0-9]")
-        elif part.startswith("["):
-            parts.append(part)
-        elif re.fullmatch(r"\\?[-\w/:]|\\\.", part):
-            parts.append(part[-1])
+def _smarter_resource(entry: Mapping[str, Any], made: Imported) -> None:
+    match = str(entry["devicematch"])
+    glob = _as_glob(match)
+    first = re.sub(r"[^-\w]", "_", re.split(r"[*?[]", glob.lstrip("*?"))[0]).strip("-_")
+    if not first:
+        raise _FormError("no glob matches the same names; write its paths as globs")
+    path, name = f"/dev/{glob}", f"{SMARTER_DOMAIN}/{first}"
+    note = _noting(name, made)
+    resource: dict[str, Any] = {"name": name, "devices": [{"path": path}]}
+    if (count := _number(entry, "nummaxdevices")) > 1:
+        resource["sharing"] = {"replicas": count}
+    if re.search(r"[*?[]", glob):
+        note("a resource for each device, such as ...0; pods ask for any device of this one")
+    if "]*" in glob:
+        note(f"{match} exactly: {path} needs one character of each [...], and any text may follow it")
+    if not (match.startswith("^") and match.endswith("$")):
+        note(f"{match} in other directories (it lacks ^ or $): {path} is in one")
+    made.resources.append(resource)
+    if path in DIRECTORIES:
+        note(f"{path} as a directory: name its nodes, by `path` or `group`")
+    _note_number(path, note)
+
+
+_PART: Final = re.compile(r"(?P<any>\.[*+]?)|(?P<one>\\d|\[\^?[-\w.:]+\])(?P<times>[*+]?)|\\[-/:.]|[-/:\w]")
+"""Matches a part of a regular expression that a glob can have, too."""
+
+
+def _as_glob(match: str) -> str:
+    """Convert a regular expression, which matches anywhere unless it has ^ and $, to a glob.
+
+    A set of characters that is repeated becomes the set and `*`, which matches more names (`[0-9]+` becomes `[0-9]*`).
+    Raises _FormError if no glob matches the same names in one directory otherwise.
+    """
+    pattern = match.removeprefix("^").removesuffix("$")
+    parts, at = ["*"] * (not match.startswith("^")), 0
+    while at < len(pattern):
+        part = _PART.match(pattern, at)
+        if part is None or (part["times"] and part["one"].startswith("[^")):
+            raise _FormError("no glob matches the same names; write its paths as globs")
+        if part["any"]:
+            parts.append({".": "?", ".*": "*", ".+": "?*"}[part["any"]])
+        elif part["one"]:
+            set_ = part["one"].replace("\\d", "[0-9]").replace("[^", "[!")
+            parts.append(set_ + "*" * bool(part["times"]))
         else:
-            return None
-    return "".join(parts)
+            parts.append(part[0][-1])
+        at = part.end()
+    parts += ["*"] * (not match.endswith("$"))
+    return re.sub(r"\*+", "*", "".join(parts))
 
 
 def _nvidia(settings: Mapping[str, Any], made: Imported) -> None:
-    flags = settings.get("flags") or {}
-    plugin = flags.get("plugin") or {}
+    flags = _mapping(settings, "flags")
+    plugin = _mapping(flags, "plugin")
     nvidia: dict[str, Any] = {}
     mig = flags.get("migStrategy")  # None if the file does not set it: then a flag or environment variable may.
     if mig not in (None, "none"):
@@ -390,11 +490,11 @@ def _nvidia(settings: Mapping[str, Any], made: Imported) -> None:
             made.notes.append(f"NVIDIA: deviceListStrategy {strategy}")
         elif "injection" not in nvidia and NVIDIA_INJECTIONS[strategy] != "env":
             nvidia["injection"] = NVIDIA_INJECTIONS[strategy]
-    sharing = settings.get("sharing") or {}
+    sharing = _mapping(settings, "sharing")
     if sharing.get("mps"):
         made.notes.append("NVIDIA: MPS; keep NVIDIA's plugin for it, or adopt it (docs/existing-plugin.md)")
-    slicing = sharing.get("timeSlicing") or {}
-    shared = [(_nvidia_name(one["name"]), one) for one in slicing.get("resources") or ()]
+    slicing = _mapping(sharing, "timeSlicing")
+    shared = [(_nvidia_name(one["name"]), one) for one in _entries(slicing, "resources", "name")]
     if slicing.get("failRequestsGreaterThanOne"):
         made.notes.append("NVIDIA: failRequestsGreaterThanOne; a pod that wants several replicas gets several GPUs")
     for base, one in shared:
@@ -412,8 +512,9 @@ def _nvidia(settings: Mapping[str, Any], made: Imported) -> None:
         if part:
             of = {key: value for key, value in nvidia.items() if key != "mig"}
             of["profile"] = part[1].replace("gb.", "gb+")
-        sharing_here = {"replicas": int(one.get("replicas") or 1)}
-        made.resources.append({"name": name, "devices": [{"nvidia": of}], "sharing": sharing_here})
+        with _left_out(name, made):
+            sharing_here = {"replicas": _number(one, "replicas")}
+            made.resources.append({"name": name, "devices": [{"nvidia": of}], "sharing": sharing_here})
     if not any(base == NVIDIA_GPU for base, _ in shared):
         made.resources.insert(0, {"name": NVIDIA_GPU, "devices": [{"nvidia": nvidia}]})
     for key in ("resources", "imex"):

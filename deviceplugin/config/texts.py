@@ -31,8 +31,9 @@ PROFILE: Final = rf"(?:[1-9]c\.)?{PARTITION}(?:[+-]{ATTRIBUTES})?"
 
 _QUALIFIED = rf"(?:(?=[^/]{{1,253}}/){SUBDOMAIN}/)?(?=[^/]{{1,63}}$){NAME}"
 _STEP = r"/(?!\.{1,2}(?:/|$))[^/\x00]+"
-# An unclosed bracket is not allowed: fnmatch would match it literally, but in a config it is usually a mistake.
-_CLASS = r"\[(?:![^/\x00]|[^!/\x00])[^\]/\x00]*\]"
+# An unclosed bracket is not allowed: fnmatch would match it literally, but in a config it is usually a mistake. So is a
+# `^` after the bracket, which fnmatch, unlike bash and Go, takes as one of the characters.
+_CLASS = r"\[(?:![^/\x00]|[^!^/\x00])[^\]/\x00]*\]"
 _GLOB_STEP = rf"/(?!\.{{1,2}}(?:/|$))(?:[^/\x00\[]|{_CLASS})+"
 
 
@@ -54,6 +55,12 @@ def _text(
     )
 
 
+def _class_advice(text: str) -> str:
+    if "[^" in text:
+        return f"`[^` is not supported in {text!r}; write [! for any character but those in the brackets"
+    return f"{text!r} has a `[` without its `]`; write [[] for the character itself"
+
+
 def _path_advice(path: str) -> str:
     if not path:
         return "the path is empty; write an absolute path, such as /dev/ttyUSB0"
@@ -69,7 +76,7 @@ def _path_advice(path: str) -> str:
     if "**" in path:
         return f"`**` is not supported in {path!r}; write one `*` for each level of directories"
     if re.fullmatch(rf"(?:{_STEP})+", path):
-        return f"{path!r} has a `[` without its `]`; write [[] for the character itself"
+        return _class_advice(path)
     parts = [part for part in path.split("/") if part not in {"", "."}]
     if not parts:
         return f"{path!r} names the root directory; name what lies in it"
@@ -81,7 +88,7 @@ def _path_advice(path: str) -> str:
 def _pattern_advice(pattern: str) -> str:
     if not pattern or "\x00" in pattern:
         return "a pattern cannot be empty, nor contain a NUL character"
-    return f"{pattern!r} has a `[` without its `]`; write [[] for the character itself"
+    return _class_advice(pattern)
 
 
 def _id_advice(value: str) -> str:
@@ -184,7 +191,7 @@ MIG_PROFILE = _text(
     examples=["1g.10gb", "1g.10gb+me"],
 )
 PATTERN = _text(
-    r"(?:[^\x00\[]|\[(?:![^\x00]|[^!\x00])[^\]\x00]*\])+",
+    r"(?:[^\x00\[]|\[(?:![^\x00]|[^!^\x00])[^\]\x00]*\])+",
     _pattern_advice,
     "A pattern as in a shell, with *, ? and [abc]. A * matches any text, slashes included.",
 )

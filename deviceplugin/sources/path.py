@@ -34,6 +34,7 @@ LONGEST_ID: Final = 52
 """Maximum characters of a device's id, so that the id of a replica (with a suffix) has at most the kubelet's 63
 characters."""
 _MAGIC: Final = re.compile(r"[*?[]")
+_WILDCARD: Final = re.compile(r"(\*|\?|\[!?\]?[^]/]*\])")
 _SURROGATE: Final = re.compile("[\ud800-\udfff]")
 _PLAIN: Final = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9_.]|-(?!-))*(?<![-_.])")
 _HASHED: Final = re.compile(r".*-[0-9a-f]{8}")
@@ -197,6 +198,8 @@ class PathSource(ScannedSource):
         for glob in self.globs:
             if not glob.startswith("/"):
                 raise ValueError(f"a glob of devices must be an absolute path, not {glob!r}")
+            if any(part.startswith("[^") for part in _WILDCARD.findall(glob)):
+                raise ValueError(f"a glob of devices has [! for any other character, not [^: {glob!r}")
         self._sysfs = sysfs
         self._devices: dict[tuple[_Match, ...], Device] = {}
         """The devices of the last scan. The key of each device is the tuple of its paths."""
@@ -325,7 +328,7 @@ def _text(glob: str, path: str) -> tuple[str, ...]:
 @functools.cache
 def _captures(glob: str) -> re.Pattern[str]:
     """Convert a glob to a regular expression that has a group for each wildcard."""
-    parts = re.split(r"(\*|\?|\[[!^]?\]?[^]/]*\])", glob)
+    parts = _WILDCARD.split(glob)
     wild = (
         ("([^/]*)" if part == "*" else "([^/])") if index % 2 else re.escape(part) for index, part in enumerate(parts)
     )

@@ -9,7 +9,8 @@ import pytest
 import yaml
 
 from deviceplugin import cli, config
-from deviceplugin.config.foreign import UnknownSettingsError, as_file, imported
+from deviceplugin.config.foreign import Imported, UnknownSettingsError, as_file
+from deviceplugin.config.foreign import imported as imported_and_checked
 
 GENERIC = """
 domain: example.com
@@ -74,6 +75,10 @@ sharing:
       - {name: nvidia.com/gpu, replicas: 4}
       - {name: nvidia.com/mig-1g.5gb, replicas: 2, devices: ["0"]}
 """
+
+
+def imported(text: str) -> Imported:
+    return imported_and_checked(text, config.parse)
 
 
 def resources(text: str) -> dict[str, dict[str, Any]]:
@@ -258,8 +263,114 @@ def test_smarter_device_manager() -> None:
     made = resources(SMARTER)
     assert made["smarter-devices/rtc0"]["devices"] == [{"path": "/dev/rtc0"}]
     assert made["smarter-devices/rtc0"]["sharing"] == {"replicas": 20}
-    assert made["smarter-devices/video"]["devices"] == [{"path": "/dev/video*"}]
+    assert made["smarter-devices/video"]["devices"] == [{"path": "/dev/video[0-9]*"}]
     assert any("'^(a|b)$'" in note for note in imported(SMARTER).notes)
+
+
+@pytest.mark.parametrize(
+    ("match", "name", "path"),
+    [
+        ("^tty[0-9]+$", "tty", "/dev/tty[0-9]*"),
+        (r"^i2c-\\d+$", "i2c", "/dev/i2c-[0-9]*"),
+        ("^tty[^U]$", "tty", "/dev/tty[!U]"),
+        ("^vcsm.*$", "vcsm", "/dev/vcsm*"),
+        ("^hid.+raw.$", "hid", "/dev/hid?*raw?"),
+        ("ttyACM", "ttyACM", "/dev/*ttyACM*"),
+        ("^gpiochip", "gpiochip", "/dev/gpiochip*"),
+        (r"mem\\.x$", "mem_x", "/dev/*mem.x"),
+        ("^snd/controlC0$", "snd_controlC0", "/dev/snd/controlC0"),
+    ],
+)
+def test_expressions_that_globs_can_match(match: str, name: str, path: str) -> None:
+    """A glob matches no less than the expression; a note names the glob if it matches more, or in fewer directories."""
+    text = f'- devicematch: "{match}"'
+    assert {one["name"]: one["devices"] for one in resources(text).values()} == {
+        f"smarter-devices/{name}": [{"path": path}]
+    }
+    different = any(path in note for note in imported(text).notes)
+    assert different == ("]*" in path or not match.startswith("^") or not match.endswith("$"))
+
+
+@pytest.mark.parametrize(
+    "match",
+    [
+        "^tty[^U]*$",
+        r"^gpio\\w$",
+        r"^a\\D",
+        r"^a\\b",
+        "^(a|b)$",
+        "^a?$",
+        "^a{2}$",
+        "^ab*$",
+        "^[[:alpha:]]$",
+        "^.*$",
+        "",
+        "^a^b$",
+    ],
+)
+def test_expressions_that_no_glob_can_match(match: str) -> None:
+    """An expression without an equivalent glob is noted, and the other entries are imported."""
+    text = f'[{{devicematch: "{match}"}}, {{devicematch: ^rtc0$}}]'
+    assert list(resources(text)) == ["smarter-devices/rtc0"]
+    assert any("devicematch" in note and "write its paths as globs" in note for note in imported(text).notes)
+
+
+@pytest.mark.parametrize(
+    ("glob", "here"),
+    [
+        ("/dev/tty[^U]*", "/dev/tty[!U]*"),
+        (r"/dev/a\*", "/dev/a[*]"),
+        (r"/dev/a\b", "/dev/ab"),
+        ("/dev/[a-c]?", "/dev/[a-c]?"),
+    ],
+)
+def test_globs_of_go(glob: str, here: str) -> None:
+    """A glob of generic-device-plugin, which is Go's, becomes a glob that matches the same paths here."""
+    assert resources(f"{{name: a, groups: [{{paths: [{{path: '{glob}'}}]}}]}}")["squat.ai/a"]["devices"] == [
+        {"path": here}
+    ]
+
+
+GOOD = "{name: good, groups: [{paths: [{path: /dev/null}]}]}"
+
+
+@pytest.mark.parametrize(
+    ("text", "note"),
+    [
+        ("{name: a, groups: [{paths: [{path: /dev/x}, {}]}]}", "squat.ai/a: left out: paths: {}; write a list"),
+        ("{name: a, groups: [{paths: {path: /dev/x}}]}", "squat.ai/a: left out: paths: {'path': '/dev/x'}; w"),
+        ("{name: a, groups: [3, {paths: []}]}", "squat.ai/a: left out: groups: 3; write a mapping"),
+        ("{name: a, groups: [{count: -2, paths: [{path: /x}]}]}", "squat.ai/a: left out: count: -2; write a"),
+        ("{name: a, groups: [{paths: [{path: '/dev/[!a]'}]}]}", "squat.ai/a: left out: path: /dev/[!a]: write"),
+        ("{name: a, groups: [{usb: [{vendor: 0x1x}]}]}", "squat.ai/a: left out: devices[0].usb.vendor: '0x1x' is"),
+        ("{name: 'A B', groups: [{paths: [{path: /x}]}]}", "squat.ai/A B: left out: name: the part after the slash"),
+        ("{devicematch: ^a$, nummaxdevices: x}", "smarter-device-manager: devicematch '^a$': left out: nummaxdevices"),
+        ("{version: v1, sharing: 3}", "the settings {'version': 'v1', 'sharing': 3}: left out: sharing: 3; w"),
+        (
+            "{timeSlicing: {resources: [{name: nvidia.com/gpu, replicas: 2.5}]}}",
+            "nvidia.com/gpu: left out: replicas: 2.5; write a whole number",
+        ),
+        (
+            "{timeSlicing: {resources: [{name: nvidia.com/gpu, replicas: 99999}]}}",
+            "nvidia.com/gpu: left out: sharing.replicas: must be 1 to 10000, not 99999",
+        ),
+    ],
+)
+def test_a_wrong_entry_is_left_out(text: str, note: str) -> None:
+    """A note names the resource, the key, the value and the correction; the other resources are imported."""
+    assert list(resources(f"a: {GOOD}\nb: {text}")) == ["squat.ai/good"]
+    assert any(one.startswith(note) for one in imported(f"a: {GOOD}\nb: {text}").notes)
+
+
+def test_groups_that_share_a_node_are_not_imported_together() -> None:
+    """A resource that a config file may not have beside the others is left out, with its name and the reason."""
+    text = (
+        "["
+        + ", ".join(f"{{name: {n}, groups: [{{paths: [{{path: /dev/{n}}}, {{path: /dev/c}}]}}]}}" for n in "ab")
+        + "]"
+    )
+    assert list(resources(text)) == ["squat.ai/a"]
+    assert any(note.startswith("squat.ai/b: left out: devices[0].group[1]: ") for note in imported(text).notes)
 
 
 def test_nvidia() -> None:

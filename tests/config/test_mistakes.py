@@ -85,6 +85,7 @@ from tests.config.files import WHOLE, problems, refused
         ("mounts: [{host: '/[a', container: /b}, {host: x, container: /b}]", "mounts[1].host", "write an absolute one"),
         ("include: ['[a']", "include[0]", "has a `[` without its `]`; write [[] for the character itself"),
         ("exclude: ['a[!]']", "exclude[0]", "has a `[` without its `]`"),
+        ("exclude: ['a[^b]']", "exclude[0]", "`[^` is not supported in 'a[^b]'; write [!"),
         ("sharing: {replicas: {'[]': 2}}", 'sharing.replicas["[]"]', "has a `[` without its `]`"),
         (f"include: ['{'a' * 4096}']", "include[0]", "has 4096 characters; at most 4095 are allowed"),
         ("topology: !!bool [true]", "topology", "expected true or false, got something tagged"),
@@ -301,6 +302,7 @@ def test_what_is_no_config_is_refused_with_its_line(text: str | bytes, line: int
         ("/dev/[]", "has a `[` without its `]`"),
         ("/dev/[!]", "has a `[` without its `]`"),
         ("/dev/[a/b]", "has a `[` without its `]`"),
+        ("/dev/tty[^U]*", "`[^` is not supported in '/dev/tty[^U]*'; write [!"),
         ("/dev/" + "a" * 4096, "has 4101 characters; at most 4095 are allowed"),
     ],
 )

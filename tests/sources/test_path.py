@@ -168,9 +168,11 @@ def test_order_is_that_of_people(tmp_path: Path) -> None:
 
 
 def test_relative_glob_is_refused() -> None:
-    """A relative path is a ValueError."""
+    """A relative path, and a class of characters that begins with ^ (as in bash and Go), are ValueErrors."""
     with pytest.raises(ValueError, match="absolute"):
         PathSource("dev/x")
+    with pytest.raises(ValueError, match=r"\[!"):
+        PathSource("/dev/tty[^U]*")
 
 
 _NAMES = st.sampled_from(["a", "ab", "b1", "b2", ".h", "[x]", "é"])
