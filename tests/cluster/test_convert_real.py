@@ -20,6 +20,7 @@ from tests.cluster.bridge import Bridge, env_of
 from tests.cluster.image import IMAGE
 from tests.cluster.node import Cluster, Pod
 from tests.dra.convert.test_convert import KINDS
+from tests.dra.objects import body
 
 RESOURCE = "example.net/board"
 DRIVER = "board.example.net"
@@ -55,24 +56,19 @@ def workload(kind: str) -> dict[str, Any]:
         spec["selector"] = {"matchLabels": {"app": "w"}}
     if kind == "CronJob":
         spec = {"schedule": "1 1 1 1 1", "jobTemplate": {"spec": spec}}
-    return {"apiVersion": KINDS[kind], "kind": kind, "metadata": {"name": f"w-{kind.lower()}"}, "spec": spec}
+    return body(kind, f"w-{kind.lower()}", spec=spec)
 
 
 def bare(name: str) -> dict[str, Any]:
     spec = pod_template("Pod")["spec"]
     first = {"name": "first", "image": IMAGE, "resources": resources(1), "command": ["true"]}
-    return {
-        "apiVersion": "v1",
-        "kind": "Pod",
-        "metadata": {"name": name},
-        "spec": {**spec, "initContainers": [first]},
-    }
+    return body("Pod", name, spec={**spec, "initContainers": [first]})
 
 
 def objects() -> list[dict[str, Any]]:
     """Return an object of each kind, a Pod with an init container, a List and a PodTemplate."""
     items = {"apiVersion": "v1", "kind": "List", "items": [bare("listed"), workload("Deployment")]}
-    template = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "t"}, "template": pod_template("Pod")}
+    template = body("PodTemplate", "t", template=pod_template("Pod"))
     return [*map(workload, KINDS), bare("bare"), items, template]
 
 
@@ -160,10 +156,10 @@ SLEEP = ["sh", "-c", "trap 'exit 0' TERM; sleep 1000000 & wait"]
 def test_a_converted_pod_gets_what_limits_gave(bridge: Bridge) -> None:
     """A converted pod's containers get the same nodes, variables and mounts as with limits, and share no device."""
     cluster = bridge.cluster
-    body = bare("user")
-    for container in body["spec"]["containers"]:
+    user = bare("user")
+    for container in user["spec"]["containers"]:
         container["command"] = SLEEP
-    text = yaml.safe_dump(body, sort_keys=False)
+    text = yaml.safe_dump(user, sort_keys=False)
     kubectl(cluster, "create", "-f", "-", text=text)
     pod = cluster.pod("user").wait_running()
     before = {name: got(pod, name) for name in "ab"}

@@ -11,13 +11,31 @@ from unittest.mock import patch
 
 from dra_bridge.driver import Registrar
 
-__all__ = ["allocated_claim", "claim_body", "device_class", "node_body", "unserved"]
+__all__ = ["allocated_claim", "body", "claim_body", "device_class", "node_body", "unserved"]
+
+VERSIONS = {
+    **dict.fromkeys(("DaemonSet", "Deployment", "ReplicaSet", "StatefulSet"), "apps/v1"),
+    **dict.fromkeys(("CronJob", "Job"), "batch/v1"),
+    **dict.fromkeys(("DeviceClass", "ResourceClaim", "ResourceClaimTemplate", "ResourceSlice"), "resource.k8s.io/v1"),
+    "ClusterRoleBinding": "rbac.authorization.k8s.io/v1",
+    "Lease": "coordination.k8s.io/v1",
+    "PriorityClass": "scheduling.k8s.io/v1",
+}
+"""The API version of each kind; that of the other kinds is v1."""
+
+
+def body(
+    kind: str, name: str, namespace: str = "", *, meta: Mapping[str, Any] | None = None, **fields: Any
+) -> dict[str, Any]:
+    """Return an object. meta: further fields of its metadata; fields: its other fields."""
+    metadata = {"name": name} | ({"namespace": namespace} if namespace else {}) | dict(meta or {})
+    return {"apiVersion": VERSIONS.get(kind, "v1"), "kind": kind, "metadata": metadata, **fields}
 
 
 def device_class(driver: str) -> dict[str, Any]:
     """Return a DeviceClass for all devices of a driver; the class has the driver's name."""
-    spec = {"selectors": [{"cel": {"expression": f'device.driver == "{driver}"'}}]}
-    return {"apiVersion": "resource.k8s.io/v1", "kind": "DeviceClass", "metadata": {"name": driver}, "spec": spec}
+    selector = {"cel": {"expression": f'device.driver == "{driver}"'}}
+    return body("DeviceClass", driver, spec={"selectors": [selector]})
 
 
 def node_body(
@@ -25,18 +43,14 @@ def node_body(
 ) -> dict[str, Any]:
     """Return a Node. status: its fields."""
     given = {"labels": labels, "annotations": annotations}
-    metadata = {"name": name} | {field: dict(value) for field, value in given.items() if value is not None}
-    return {"apiVersion": "v1", "kind": "Node", "metadata": metadata, "status": status}
+    meta = {field: dict(value) for field, value in given.items() if value is not None}
+    return body("Node", name, meta=meta, status=status)
 
 
 def claim_body(name: str, driver: str, **exactly: Any) -> dict[str, Any]:
     """Return a claim for a device of a driver's class. exactly: further fields of its request."""
-    return {
-        "apiVersion": "resource.k8s.io/v1",
-        "kind": "ResourceClaim",
-        "metadata": {"name": name, "namespace": "default"},
-        "spec": {"devices": {"requests": [{"name": "r", "exactly": {"deviceClassName": driver, **exactly}}]}},
-    }
+    request = {"name": "r", "exactly": {"deviceClassName": driver, **exactly}}
+    return body("ResourceClaim", name, "default", spec={"devices": {"requests": [request]}})
 
 
 def allocated_claim(name: str, driver: str, pool: str, device: str, *pods: str, **result: Any) -> dict[str, Any]:

@@ -38,7 +38,7 @@ from dra_bridge.rollout.pods import FEW
 from dra_bridge.rollout.progress import DeviceProgress, Progress, ResourceProgress
 from dra_bridge.testing.apiserver import FakeApiServer, Fault, LoggedRequest
 from tests.dra.objects import allocated_claim, node_body
-from tests.dra.rollout.test_agents import agent_pod, binding
+from tests.dra.rollout.nodes import agent_pod, binding
 from tests.kubeconfigs import written
 from tests.programs import running
 

@@ -18,6 +18,7 @@ from dra_bridge.convert.convert import Conversion, Converted, ManifestText, conv
 from dra_bridge.convert.pods import CustomPath
 from dra_bridge.convert.remarks import Level, RemarkKind
 from dra_bridge.convert.templates import ClaimedDevices, claim_name
+from tests.dra.objects import body
 from tests.source import ROOT
 
 GPU = "nvidia.com/gpu"
@@ -34,19 +35,14 @@ def container(name: str, count: object = 1, **more: Any) -> dict[str, Any]:
 
 
 def pod(*containers: dict[str, Any], **spec: Any) -> dict[str, Any]:
-    return {
-        "apiVersion": "v1",
-        "kind": "Pod",
-        "metadata": {"name": "p"},
-        "spec": {"containers": list(containers), **spec},
-    }
+    return body("Pod", "p", spec={"containers": list(containers), **spec})
 
 
-def workload(kind: str, api: str, *containers: dict[str, Any], **metadata: str) -> dict[str, Any]:
+def workload(kind: str, *containers: dict[str, Any], **metadata: str) -> dict[str, Any]:
     spec: dict[str, Any] = {"template": {"spec": {"containers": list(containers)}}}
     if kind == "CronJob":
         spec = {"jobTemplate": {"spec": spec}}
-    return {"apiVersion": api, "kind": kind, "metadata": {"name": "w", **metadata}, "spec": spec}
+    return body(kind, "w", meta=metadata, spec=spec)
 
 
 def stream(*objects: dict[str, Any]) -> str:
@@ -66,25 +62,17 @@ def names(objects: list[dict[str, Any]]) -> list[tuple[str, str]]:
     ]
 
 
-KINDS = {
-    "Deployment": "apps/v1",
-    "StatefulSet": "apps/v1",
-    "DaemonSet": "apps/v1",
-    "ReplicaSet": "apps/v1",
-    "Job": "batch/v1",
-    "CronJob": "batch/v1",
-    "ReplicationController": "v1",
-}
+KINDS = ["Deployment", "StatefulSet", "DaemonSet", "ReplicaSet", "Job", "CronJob", "ReplicationController"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_kinds_with_pods_are_converted(kind: str) -> None:
     """Objects of each API kind with a pod template get a ResourceClaimTemplate, and claims in place of limits."""
-    template, body = result(workload(kind, KINDS[kind], container("a", 2)))
+    template, whole = result(workload(kind, container("a", 2)))
     assert template["spec"]["spec"]["devices"]["requests"] == [
         {"name": "devices", "exactly": {"deviceClassName": CLASS, "count": 2}}
     ]
-    spec = body["spec"]["jobTemplate"]["spec"] if kind == "CronJob" else body["spec"]
+    spec = whole["spec"]["jobTemplate"]["spec"] if kind == "CronJob" else whole["spec"]
     spec = spec["template"]["spec"]
     assert spec["resourceClaims"] == [{"name": "gpu-a", "resourceClaimTemplateName": f"{CLASS}-2"}]
     assert spec["containers"][0]["resources"] == {"claims": [{"name": "gpu-a"}]}
@@ -92,24 +80,16 @@ def test_kinds_with_pods_are_converted(kind: str) -> None:
 
 def test_kinds_of_others_pass() -> None:
     """An object of an API group that is not Kubernetes' own is left as it is, unless a path to its pods is given."""
-    text = stream(workload("Job", "batch.volcano.sh/v1alpha1", container("a")))
+    text = stream({**workload("Job", container("a")), "apiVersion": "batch.volcano.sh/v1alpha1"})
     assert converted(text).texts == [text]
 
 
 def test_custom_resources_are_converted_by_path() -> None:
     """Pod templates and pod specs in custom resources are converted if a path through lists and maps leads to them."""
-    ray: dict[str, Any] = {
-        "apiVersion": "ray.io/v1",
-        "kind": "RayCluster",
-        "metadata": {"name": "r"},
-        "spec": {"groups": [{"template": {"spec": {"containers": [container(name)]}}} for name in "ab"]},
-    }
-    mpi: dict[str, Any] = {
-        "apiVersion": "kubeflow.org/v1",
-        "kind": "MPIJob",
-        "metadata": {"name": "m"},
-        "spec": {"replicas": {"Worker": {"template": {"spec": {"containers": [container("c")]}}}}},
-    }
+    groups = [{"template": {"spec": {"containers": [container(name)]}}} for name in "ab"]
+    worker = {"template": {"spec": {"containers": [container("c")]}}}
+    ray = {**body("RayCluster", "r", spec={"groups": groups}), "apiVersion": "ray.io/v1"}
+    mpi = {**body("MPIJob", "m", spec={"replicas": {"Worker": worker}}), "apiVersion": "kubeflow.org/v1"}
     paths = [
         CustomPath.parse("RayCluster=spec.groups[*].template"),
         CustomPath.parse("MPIJob=spec.replicas.*.template.spec"),
@@ -123,9 +103,9 @@ def test_custom_resources_are_converted_by_path() -> None:
 def test_each_namespace_class_and_count_has_one_template() -> None:
     """Objects of one namespace use the same ResourceClaimTemplates, which come before the first of these objects."""
     objects = [
-        workload("Deployment", "apps/v1", container("a"), container("b", "2"), namespace="x"),
-        workload("StatefulSet", "apps/v1", container("a"), namespace="x"),
-        workload("Deployment", "apps/v1", container("a")),
+        workload("Deployment", container("a"), container("b", "2"), namespace="x"),
+        workload("StatefulSet", container("a"), namespace="x"),
+        workload("Deployment", container("a")),
     ]
     assert names(result(*objects)) == [("x", f"{CLASS}-1"), ("x", f"{CLASS}-2"), ("", f"{CLASS}-1")]
     there = result(*objects, how=Conversion({GPU: CLASS}, namespace="x"))
@@ -136,7 +116,7 @@ def test_each_namespace_class_and_count_has_one_template() -> None:
 def test_templates_come_in_the_order_of_the_containers() -> None:
     """ResourceClaimTemplates come in the order of the containers, so each run of `convert` prints the same text."""
     counts = [str(number) for number in range(9, 0, -1)]
-    pod = workload("Deployment", "apps/v1", *(container(f"c{count}", count) for count in counts))
+    pod = workload("Deployment", *(container(f"c{count}", count) for count in counts))
     assert names(result(pod)) == [("", f"{CLASS}-{count}") for count in counts]
 
 
@@ -152,22 +132,17 @@ def test_names_follow_from_what_they_stand_for() -> None:
 
 def test_classes_of_the_manifests_are_known() -> None:
     """A DeviceClass with the extended resource's name is used, unless the command line names another class."""
-    body = {
-        "apiVersion": "resource.k8s.io/v1",
-        "kind": "DeviceClass",
-        "metadata": {"name": "c"},
-        "spec": {"extendedResourceName": GPU},
-    }
-    assert names(result(body, pod(container("a")), how=Conversion({}))) == [("", "c-1")]
-    assert names(result(body, pod(container("a")))) == [("", f"{CLASS}-1")]
+    known = body("DeviceClass", "c", spec={"extendedResourceName": GPU})
+    assert names(result(known, pod(container("a")), how=Conversion({}))) == [("", "c-1")]
+    assert names(result(known, pod(container("a")))) == [("", f"{CLASS}-1")]
 
 
 def test_init_containers_use_devices_that_limits_reuse() -> None:
     """An init container uses the claim of a later container with the same count; otherwise it gets its own claim."""
     first, sidecar = container("first"), container("side", restartPolicy="Always")
-    body = result(pod(container("a"), initContainers=[first, sidecar]))[-1]["spec"]
-    assert [claim["name"] for claim in body["resourceClaims"]] == ["gpu-a", "gpu-side"]
-    assert [one["resources"]["claims"][0]["name"] for one in body["initContainers"]] == ["gpu-a", "gpu-side"]
+    whole = result(pod(container("a"), initContainers=[first, sidecar]))[-1]["spec"]
+    assert [claim["name"] for claim in whole["resourceClaims"]] == ["gpu-a", "gpu-side"]
+    assert [one["resources"]["claims"][0]["name"] for one in whole["initContainers"]] == ["gpu-a", "gpu-side"]
     alone = result(pod({"name": "a"}, initContainers=[container("first"), container("second")]))[-1]["spec"]
     assert [one["resources"]["claims"][0]["name"] for one in alone["initContainers"]] == ["gpu-first", "gpu-first"]
 
@@ -182,17 +157,17 @@ def test_versions_of_the_api_differ() -> None:
 
 
 def quota(**hard: str) -> dict[str, Any]:
-    return {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "q"}, "spec": {"hard": hard}}
+    return body("ResourceQuota", "q", spec={"hard": hard})
 
 
 def autoscaler(kind: str, key: str) -> dict[str, Any]:
     target = {"apiVersion": "apps/v1", "kind": "Deployment", "name": "w"}
-    return {"apiVersion": "autoscaling/v2", "kind": kind, "metadata": {"name": "h"}, "spec": {key: target}}
+    return {**body(kind, "h", spec={key: target}), "apiVersion": "autoscaling/v2"}
 
 
-DEPLOYMENT = workload("Deployment", "apps/v1", container("a"))
-TAKEN = {"apiVersion": "v1", "kind": "ResourceClaimTemplate", "metadata": {"name": f"{CLASS}-1"}, "spec": {"x": 1}}
-RAY = {"apiVersion": "ray.io/v1", "kind": "RayCluster", "metadata": {"name": "r"}}
+DEPLOYMENT = workload("Deployment", container("a"))
+TAKEN = body("ResourceClaimTemplate", f"{CLASS}-1", spec={"x": 1})
+RAY = {**body("RayCluster", "r"), "apiVersion": "ray.io/v1"}
 SAID: dict[str, tuple[RemarkKind, list[dict[str, Any]], str]] = {
     "unchanged": (RemarkKind.UNCHANGED_PODS, [DEPLOYMENT], ""),
     "no class": (RemarkKind.NO_CLASS, [pod({"name": "a", "resources": {"limits": {"a.b/c": 1}}})], "a.b/c"),
@@ -203,7 +178,7 @@ SAID: dict[str, tuple[RemarkKind, list[dict[str, Any]], str]] = {
     ),
     "a custom resource": (RemarkKind.CUSTOM, [{**RAY, "spec": {"template": pod(container("a"))}}], ""),
     "priority": (RemarkKind.PREEMPTING, [pod(container("a"), priorityClassName="high")], "high"),
-    "a Job": (RemarkKind.IMMUTABLE, [workload("Job", "batch/v1", container("a"))], ""),
+    "a Job": (RemarkKind.IMMUTABLE, [workload("Job", container("a"))], ""),
     "a Pod": (RemarkKind.IMMUTABLE, [pod(container("a"))], ""),
     "HPA": (RemarkKind.AUTOSCALED, [DEPLOYMENT, autoscaler("HorizontalPodAutoscaler", "scaleTargetRef")], "h"),
     "VPA": (RemarkKind.AUTOSCALED, [autoscaler("VerticalPodAutoscaler", "targetRef"), DEPLOYMENT], "h"),
@@ -247,13 +222,8 @@ def test_what_is_refused_or_different_is_said(case: str) -> None:
 
 def test_nothing_is_said_where_all_is_well() -> None:
     """If no priority, quota or autoscaler concerns the pods, the only remark is a note; without limits there's none."""
-    patient = {
-        "apiVersion": "scheduling.k8s.io/v1",
-        "kind": "PriorityClass",
-        "metadata": {"name": "low"},
-        "preemptionPolicy": "Never",
-    }
-    calm = workload("Deployment", "apps/v1", container("a"))
+    patient = body("PriorityClass", "low", preemptionPolicy="Never")
+    calm = workload("Deployment", container("a"))
     calm["spec"]["template"]["spec"]["priorityClassName"] = "low"
     other = {**quota(**{f"requests.{GPU}": "1"}), "metadata": {"name": "q", "namespace": "elsewhere"}}
     done = converted(stream(patient, other, calm, autoscaler("HorizontalPodAutoscaler", "x")))
@@ -350,11 +320,11 @@ def test_a_wrong_path_to_pods_is_usage(capsys: pytest.CaptureFixture[str]) -> No
     assert "RayCluster=spec.workerGroupSpecs[*].template" in capsys.readouterr().err
 
 
-def patched(body: Any, operations: list[dict[str, Any]]) -> Any:
+def patched(whole: Any, operations: list[dict[str, Any]]) -> Any:
     """Apply a JSON patch (RFC 6902): test, remove, add."""
     for one in operations:
         *steps, last = [step.replace("~1", "/").replace("~0", "~") for step in one["path"].split("/")[1:]]
-        part = body
+        part = whole
         for step in steps:
             part = part[int(step) if isinstance(part, list) else step]
         if one["op"] == "test":
@@ -365,18 +335,18 @@ def patched(body: Any, operations: list[dict[str, Any]]) -> Any:
             part.append(one["value"])
         else:
             part[last] = one["value"]
-    return body
+    return whole
 
 
 def test_patches_do_what_converting_does() -> None:
     """The patches of the kustomize component have the same result as `convert`, except that empty limits may stay."""
-    body = workload("Deployment", "apps/v1", container("a"), container("b", 2), namespace="x")
-    body["spec"]["template"]["spec"]["resourceClaims"] = [{"name": "mine"}]
-    done = converted(stream(body))
+    given = workload("Deployment", container("a"), container("b", 2), namespace="x")
+    given["spec"]["template"]["spec"]["resourceClaims"] = [{"name": "mine"}]
+    done = converted(stream(given))
     (component,) = yaml.safe_load_all(kustomize.component(done, HOW))
     (patch,) = component["patches"]
     assert patch["target"] == {"group": "apps", "version": "v1", "kind": "Deployment", "name": "w", "namespace": "x"}
-    whole = patched(body, yaml.safe_load(patch["patch"]))["spec"]["template"]["spec"]
+    whole = patched(given, yaml.safe_load(patch["patch"]))["spec"]["template"]["spec"]
     expected = list(yaml.safe_load_all(done.texts[0]))[-1]["spec"]["template"]["spec"]
     claims = sorted(map(str, whole["resourceClaims"]))
     assert claims == sorted(map(str, expected["resourceClaims"]))

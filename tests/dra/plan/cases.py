@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dra_bridge.plan.findings import FindingKind
+from tests.dra.objects import body
 
 Object = dict[str, Any]
 BOARD = "example.net/board"
@@ -16,12 +17,7 @@ COUNT = 4
 
 def device_class(name: str = DRIVER, driver: str = DRIVER, resource: str = BOARD) -> Object:
     selector = {"cel": {"expression": f'device.driver == "{driver}"'}}
-    return {
-        "apiVersion": "resource.k8s.io/v1",
-        "kind": "DeviceClass",
-        "metadata": {"name": name},
-        "spec": {"selectors": [selector], "extendedResourceName": resource},
-    }
+    return body("DeviceClass", name, spec={"selectors": [selector], "extendedResourceName": resource})
 
 
 def container(name: str = "main", **limits: int) -> Object:
@@ -35,13 +31,7 @@ def pod(name: str, count: int = 1, node: str = "", *, status: Object | None = No
     whole = {"schedulerName": "nobody", "containers": [container(example_net__board=count)] if count else [], **spec}
     if node:
         whole["nodeName"] = node
-    body: Object = {
-        "apiVersion": "v1",
-        "kind": "Pod",
-        "metadata": {"name": name, "namespace": "default"},
-        "spec": whole,
-    }
-    return {**body, "status": status} if status else body
+    return body("Pod", name, "default", spec=whole, **({"status": status} if status else {}))
 
 
 def program(image: str) -> Object:
@@ -50,12 +40,7 @@ def program(image: str) -> Object:
 
 
 def node(
-    name: str,
-    version: str = "v1.36.3",
-    count: int = COUNT,
-    *,
-    resource: str = BOARD,
-    labels: Object | None = None,
+    name: str, version: str = "v1.36.3", count: int = COUNT, *, resource: str = BOARD, labels: Object | None = None
 ) -> Object:
     """Return a Node with devices."""
     quantities = {resource: str(count), "cpu": "8", "memory": "8Gi", "pods": "110"}
@@ -63,118 +48,55 @@ def node(
         ("machineID", "systemUUID", "bootID", "kernelVersion", "osImage", "containerRuntimeVersion",
          "kubeProxyVersion", "operatingSystem", "architecture"), "x",
     )  # fmt: skip
-    return {
-        "apiVersion": "v1",
-        "kind": "Node",
-        "metadata": {"name": name, "labels": labels or {}},
-        "status": {
-            "capacity": quantities,
-            "allocatable": quantities,
-            "nodeInfo": {**info, "kubeletVersion": version},
-        },
-    }
+    status = {"capacity": quantities, "allocatable": quantities, "nodeInfo": {**info, "kubeletVersion": version}}
+    return body("Node", name, meta={"labels": labels or {}}, status=status)
 
 
 def resource_slice(node_name: str, *devices: str) -> Object:
-    return {
-        "apiVersion": "resource.k8s.io/v1",
-        "kind": "ResourceSlice",
-        "metadata": {"name": f"{node_name}-slice"},
-        "spec": {
-            "driver": DRIVER,
-            "nodeName": node_name,
-            "pool": {"name": node_name, "generation": 1, "resourceSliceCount": 1},
-            "devices": [{"name": name} for name in devices],
-        },
-    }
+    pool = {"name": node_name, "generation": 1, "resourceSliceCount": 1}
+    listed = [{"name": name} for name in devices]
+    spec = {"driver": DRIVER, "nodeName": node_name, "pool": pool, "devices": listed}
+    return body("ResourceSlice", f"{node_name}-slice", spec=spec)
 
 
 def claim(name: str, pod_name: str, node_name: str) -> Object:
     """Return a claim as the scheduler makes it for the limits of a pod."""
     request = {"name": "r", "exactly": {"deviceClassName": DRIVER, "count": 1}}
     result = {"request": "r", "driver": DRIVER, "pool": node_name, "device": "d0"}
-    return {
-        "apiVersion": "resource.k8s.io/v1",
-        "kind": "ResourceClaim",
-        "metadata": {
-            "name": name,
-            "namespace": "default",
-            "annotations": {"resource.kubernetes.io/extended-resource-claim": "true"},
-        },
-        "spec": {"devices": {"requests": [request]}},
-        "status": {
-            "allocation": {"devices": {"results": [result]}},
-            "reservedFor": [{"resource": "pods", "name": pod_name, "uid": "u"}],
-        },
-    }
+    users = [{"resource": "pods", "name": pod_name, "uid": "u"}]
+    return body(
+        "ResourceClaim",
+        name,
+        "default",
+        meta={"annotations": {"resource.kubernetes.io/extended-resource-claim": "true"}},
+        spec={"devices": {"requests": [request]}},
+        status={"allocation": {"devices": {"results": [result]}}, "reservedFor": users},
+    )
 
 
 def agents(**spec: Any) -> list[Object]:
     """Return the agents' DaemonSet, with a selector that matches no pods, and its ServiceAccount without rights."""
-    label = {"app.kubernetes.io/managed-by": "dra-bridge"}
-    template = {"serviceAccountName": "agents", "containers": [container()], **spec}
-    return [
-        {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "agents", "namespace": "default"}},
-        {
-            "apiVersion": "apps/v1",
-            "kind": "DaemonSet",
-            "metadata": {"name": "agents", "namespace": "default", "labels": label},
-            "spec": {
-                "selector": {"matchLabels": {"a": "b"}},
-                "template": {"metadata": {"labels": {"a": "b"}}, "spec": template},
-            },
-        },
-    ]
+    meta = {"labels": {"app.kubernetes.io/managed-by": "dra-bridge"}}
+    pod_spec = {"serviceAccountName": "agents", "containers": [container()], **spec}
+    template = {"metadata": {"labels": {"a": "b"}}, "spec": pod_spec}
+    whole = {"selector": {"matchLabels": {"a": "b"}}, "template": template}
+    return [body("ServiceAccount", "agents", "default"), body("DaemonSet", "agents", "default", meta=meta, spec=whole)]
 
 
 def quota(*keys: str, **more: Any) -> Object:
-    return {
-        "apiVersion": "v1",
-        "kind": "ResourceQuota",
-        "metadata": {"name": "q", "namespace": "default"},
-        "spec": {"hard": dict.fromkeys(keys, "9"), **more},
-    }
+    return body("ResourceQuota", "q", "default", spec={"hard": dict.fromkeys(keys, "9"), **more})
 
 
 def config_map(namespace: str, name: str, **data: str) -> Object:
-    return {
-        "apiVersion": "v1",
-        "kind": "ConfigMap",
-        "metadata": {"name": name, "namespace": namespace},
-        "data": data or {"x": "y"},
-    }
-
-
-def namespace(name: str) -> Object:
-    return {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}}
+    return body("ConfigMap", name, namespace, data=data or {"x": "y"})
 
 
 CALM: tuple[Object, ...] = (device_class(), pod("calm"))
 """Objects that cause no finding in a cluster with a node of Kubernetes 1.36 that has devices."""
 AUTOSCALER = config_map("kube-system", "cluster-autoscaler-status")
-HIGH = {
-    "apiVersion": "scheduling.k8s.io/v1",
-    "kind": "PriorityClass",
-    "metadata": {"name": "high"},
-    "value": 1000,
-}
-TEMPLATE = {
-    "apiVersion": "resource.k8s.io/v1",
-    "kind": "ResourceClaimTemplate",
-    "metadata": {"name": "picky", "namespace": "default"},
-    "spec": {
-        "spec": {
-            "devices": {
-                "requests": [
-                    {
-                        "name": "r",
-                        "exactly": {"deviceClassName": DRIVER, "selectors": [{"cel": {"expression": "true"}}]},
-                    }
-                ]
-            }
-        }
-    },
-}
+HIGH = body("PriorityClass", "high", value=1000)
+PICKY = {"name": "r", "exactly": {"deviceClassName": DRIVER, "selectors": [{"cel": {"expression": "true"}}]}}
+TEMPLATE = body("ResourceClaimTemplate", "picky", "default", spec={"spec": {"devices": {"requests": [PICKY]}}})
 
 
 @dataclass(frozen=True)
@@ -188,11 +110,12 @@ class Case:
 
 
 def in_group(name: str, group: str, **more: Any) -> Object:
-    body = node(name, labels={GROUP: group})
-    body["metadata"].update(more)
-    return body
+    made = node(name, labels={GROUP: group})
+    made["metadata"].update(more)
+    return made
 
 
+OF_HIGH = {"scopeName": "PriorityClass", "operator": "In", "values": ["high"]}
 MOUNT = {"name": "p", "hostPath": {"path": "/var/lib/kubelet/device-plugins"}}
 K = FindingKind
 CASES = (
@@ -209,16 +132,12 @@ CASES = (
     Case(K.UNCHANGED_PODS, (node("plain", "v1.35.1"),), "nodes of v1.35.1 plain"),
     Case(K.FEATURES_OFF, (node("plain", "v1.34.0"),), "nodes of v1.34.0 plain"),
     Case(
-        K.NO_CLASS,
-        (pod("other", 0, containers=[container(example_net__other=1)]),),
-        "example.net/other no DeviceClass",
+        K.NO_CLASS, (pod("other", 0, containers=[container(example_net__other=1)]),), "example.net/other no DeviceClass"
     ),
     Case(K.TWO_CLASSES, (device_class("second", "x.example.net"),), "board.example.net (board.example.net), second"),
     Case(K.AGENT_RIGHTS, tuple(agents()), "default/agents may not create events, create resourceslices"),
     Case(
-        K.AGENTS_KEPT_AWAY,
-        (*agents(nodeSelector={"no": "node"}),),
-        "DaemonSet default/agents nodeSelector no=node",
+        K.AGENTS_KEPT_AWAY, tuple(agents(nodeSelector={"no": "node"})), "DaemonSet default/agents nodeSelector no=node"
     ),
     Case(
         K.OTHER_PLUGIN,
@@ -232,21 +151,13 @@ CASES = (
     ),
     Case(
         K.QUOTA_SCOPED,
-        (
-            HIGH,
-            quota(
-                f"requests.{BOARD}",
-                scopeSelector={
-                    "matchExpressions": [{"scopeName": "PriorityClass", "operator": "In", "values": ["high"]}]
-                },
-            ),
-        ),
+        (HIGH, quota(f"requests.{BOARD}", scopeSelector={"matchExpressions": [OF_HIGH]})),
         "ResourceQuota default/q scope PriorityClass",
     ),
     Case(
         K.KUEUE_UNMAPPED,
         (
-            namespace("kueue-system"),
+            body("Namespace", "kueue-system"),
             program("registry.k8s.io/kueue/kueue"),
             config_map("kueue-system", "kueue-manager-config", config="kind: Configuration"),
         ),
@@ -268,11 +179,7 @@ CASES = (
         ),
         "nodes n2 pod default/cluster-autoscaler",
     ),
-    Case(
-        K.AUTOSCALER_LABEL,
-        (AUTOSCALER, node("n2", labels={"cloud.google.com/gke-accelerator": "x"})),
-        "nodes n2",
-    ),
+    Case(K.AUTOSCALER_LABEL, (AUTOSCALER, node("n2", labels={"cloud.google.com/gke-accelerator": "x"})), "nodes n2"),
     Case(
         K.AUTOSCALER_UNCHANGED,
         (AUTOSCALER, node("n2"), pod("unchanged", 1, "n2"), claim("c", "unchanged", "n2")),

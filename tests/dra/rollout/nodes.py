@@ -12,6 +12,7 @@ from dra_bridge.rollout.autoscaler import MarkStep
 from dra_bridge.rollout.fleet import Goal, NodeView, RolloutLimits
 from dra_bridge.rollout.progress import Progress, ResourceProgress
 from tests.autoscaler import Verdict, judge
+from tests.dra.objects import body
 
 D, R = "fpga.example.com", "example.com/fpga"
 DEVICES = 4
@@ -41,6 +42,21 @@ def pods_of(name: str, count: int) -> list[dict[str, Any]]:
 def claim(name: str, device: int) -> dict[str, Any]:
     results = [{"driver": D, "pool": name, "device": f"d{device}"}]
     return {"status": {"allocation": {"devices": {"results": results}}, "reservedFor": [{"name": "p"}]}}
+
+
+def binding(name: str = "dra-bridge", namespace: str = "dra-bridge", label: str = "dra-bridge") -> dict[str, Any]:
+    """Return a ClusterRoleBinding of the agents' ServiceAccount, as `manifests` prints it."""
+    subject = {"kind": "ServiceAccount", "name": name, "namespace": namespace}
+    labels = {"app.kubernetes.io/managed-by": label}
+    return body("ClusterRoleBinding", name, meta={"labels": labels}, subjects=[subject])
+
+
+def agent_pod(node: str, port: int | None = 9410, **container: Any) -> dict[str, Any]:
+    """Return an agent's pod, as `manifests` prints it. port: the metrics port; container: more fields of it."""
+    labels = {"app.kubernetes.io/name": "dra-bridge", "app.kubernetes.io/managed-by": "dra-bridge"}
+    ports = [{"name": "metrics", "containerPort": port}] if port else []
+    spec = {"nodeName": node, "containers": [{"name": "agent", "ports": ports, **container}]}
+    return body("Pod", f"agent-{node}", "dra-bridge", meta={"labels": labels}, spec=spec, status={"phase": "Running"})
 
 
 @dataclass

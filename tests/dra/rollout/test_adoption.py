@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import shlex
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from dra_bridge.rollout import adoption
 from dra_bridge.rollout.adoption import AgentPod, adopt, agent_of, in_use, undo
 from dra_bridge.rollout.agents import Answers, DeviceNow
 from dra_bridge.testing.apiserver import FakeApiServer
-from tests.dra.rollout.test_agents import binding
+from tests.dra.objects import body
+from tests.dra.rollout import nodes
 from tests.kubeconfigs import written
 
 PLUGINS, REGISTRY = "/var/lib/kubelet/device-plugins", "/var/lib/kubelet/plugins_registry"
@@ -31,56 +33,33 @@ def daemon_set(*paths: str, metadata: Mapping[str, Any] | None = None, **spec: A
     volumes += [{"name": f"v{number}", "hostPath": {"path": path, "type": ""}} for number, path in enumerate(paths)]
     mounts = [{"name": f"v{number}", "mountPath": path} for number, path in enumerate(paths)]
     template = {"spec": {"containers": [{"name": "plugin", "volumeMounts": mounts}], "volumes": volumes}}
-    return {
-        "apiVersion": "apps/v1",
-        "kind": "DaemonSet",
-        "metadata": {"name": "gadgets", "namespace": "vendor", "uid": "u-1", **(metadata or {})},
-        "spec": {"selector": {"matchLabels": {"app": "gadgets"}}, "template": template, **spec},
-    }
+    whole = {"selector": {"matchLabels": {"app": "gadgets"}}, "template": template, **spec}
+    return body("DaemonSet", "gadgets", "vendor", meta={"uid": "u-1", **(metadata or {})}, spec=whole)
 
 
-def agent_pod(node: str = "n1", *arguments: str, path: str = OURS) -> Object:
-    """Return an agent's pod."""
-    container = {
-        "name": "agent",
-        "command": ["deviceplugin"],
-        "args": ["run", *(arguments or (f"--adopt={OURS}",))],
-        "volumeMounts": [{"name": "adopted", "mountPath": OURS}],
-    }
-    return {
-        "apiVersion": "v1",
-        "kind": "Pod",
-        "metadata": {
-            "name": f"agent-{node}",
-            "namespace": "dra-bridge",
-            "labels": {"app.kubernetes.io/managed-by": "dra-bridge"},
-        },
-        "spec": {
-            "nodeName": node,
-            "containers": [container],
-            "volumes": [{"name": "adopted", "hostPath": {"path": path}}],
-        },
-        "status": {"phase": "Running", "conditions": [{"type": "Ready", "status": "True"}]},
-    }
+def agent_pod(node: str = "n1", *arguments: str, path: str = OURS, program: str = "deviceplugin") -> Object:
+    """Return an agent's pod that is ready and has no metrics port."""
+    more = {"command": [program], "args": ["run", *(arguments or (f"--adopt={OURS}",))]}
+    made = nodes.agent_pod(node, None, **more, volumeMounts=[{"name": "adopted", "mountPath": OURS}])
+    made["spec"]["volumes"] = [{"name": "adopted", "hostPath": {"path": path}}]
+    made["status"]["conditions"] = [{"type": "Ready", "status": "True"}]
+    return made
 
 
-def plugin_pod(node: str = "n1") -> Object:
-    """Return a pod of the vendor's DaemonSet."""
-    owner = {"apiVersion": "apps/v1", "kind": "DaemonSet", "name": "gadgets", "uid": "u-1"}
-    return {
-        "apiVersion": "v1",
-        "kind": "Pod",
-        "metadata": {"name": f"gadgets-{node}", "namespace": "vendor", "ownerReferences": [owner]},
-        "spec": {"nodeName": node, "containers": [{"name": "plugin"}]},
-    }
+def plugin_pod(server: FakeApiServer) -> Object:
+    """Return a pod of the vendor's DaemonSet on node n1."""
+    uid = server.get("daemonsets", "gadgets", "vendor")["metadata"]["uid"]
+    owner = {"apiVersion": "apps/v1", "kind": "DaemonSet", "name": "gadgets", "uid": uid}
+    spec = {"nodeName": "n1", "containers": [{"name": "plugin"}]}
+    return body("Pod", "gadgets-n1", "vendor", meta={"ownerReferences": [owner]}, spec=spec)
 
 
-def applied(body: Object, command: str) -> Object:
+def applied(vendors: Object, command: str) -> Object:
     """Return an object after a printed `kubectl patch --type=json` (RFC 6902); a failed test operation raises."""
     words = shlex.split(command)
     assert words[:6] == ["kubectl", "patch", "daemonset", "gadgets", "-n", "vendor"]
     assert words[6:8] == ["--type=json", "-p"]
-    made = copy.deepcopy(body)
+    made = copy.deepcopy(vendors)
     for one in json.loads(words[8]):
         *way, last = [step.replace("~1", "/").replace("~0", "~") for step in one["path"].split("/")[1:]]
         at: Any = made
@@ -99,32 +78,32 @@ def applied(body: Object, command: str) -> Object:
     return made
 
 
-def paths(body: Object) -> list[Object]:
-    return [one["hostPath"] for one in body["spec"]["template"]["spec"]["volumes"] if "hostPath" in one]
+def paths(vendors: Object) -> list[Object]:
+    return [one["hostPath"] for one in vendors["spec"]["template"]["spec"]["volumes"] if "hostPath" in one]
 
 
 def test_one_host_path_there_and_back() -> None:
     """Adoption changes only the hostPath of the kubelet's directory in a DaemonSet; undo restores all of it."""
-    body = daemon_set("/dev", f"{PLUGINS}/", metadata={"annotations": {"a": "b"}})
-    found = adopt(body, [AGENT], {"n1"})
+    vendors = daemon_set("/dev", f"{PLUGINS}/", metadata={"annotations": {"a": "b"}})
+    found = adopt(vendors, [AGENT], {"n1"})
     assert not found.problems
     patch, wait = found.commands
-    made = applied(body, patch)
+    made = applied(vendors, patch)
     assert paths(made) == [{"path": "/dev", "type": ""}, {"path": OURS, "type": "Directory"}]
     assert wait == "kubectl rollout status daemonset/gadgets -n vendor"
     again = adopt(made, [AGENT], {"n1"})
     assert (again.done, again.commands) == (True, ())
     back, _ = undo(made, [AGENT], []).commands
-    assert applied(made, back) == body
-    assert undo(body, [AGENT], []).done
+    assert applied(made, back) == vendors
+    assert undo(vendors, [AGENT], []).done
 
 
 def test_two_host_paths_of_the_plugin_watcher() -> None:
     """The hostPaths of the device plugins and of the plugin watcher change in one patch."""
-    body = daemon_set(PLUGINS, REGISTRY)
-    made = applied(body, adopt(body, [AGENT], {"n1"}).commands[0])
+    vendors = daemon_set(PLUGINS, REGISTRY)
+    made = applied(vendors, adopt(vendors, [AGENT], {"n1"}).commands[0])
     assert [one["path"] for one in paths(made)] == [OURS, f"{OURS}/plugins_registry"]
-    assert paths(applied(made, undo(made, [AGENT], []).commands[0])) == paths(body)
+    assert paths(applied(made, undo(made, [AGENT], []).commands[0])) == paths(vendors)
 
 
 def test_surge_is_taken_away_and_put_back_last() -> None:
@@ -133,36 +112,36 @@ def test_surge_is_taken_away_and_put_back_last() -> None:
     Undo restores maxSurge last.
     """
     strategy = {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": "20%", "maxUnavailable": 0}}
-    body = daemon_set(PLUGINS, metadata={"annotations": {"a": "b"}}, updateStrategy=strategy)
-    made = applied(body, adopt(body, [AGENT], {"n1"}).commands[0])
+    vendors = daemon_set(PLUGINS, metadata={"annotations": {"a": "b"}}, updateStrategy=strategy)
+    made = applied(vendors, adopt(vendors, [AGENT], {"n1"}).commands[0])
     assert made["spec"]["updateStrategy"]["rollingUpdate"] == {"maxSurge": 0, "maxUnavailable": 1}
     back, wait, last = undo(made, [AGENT], []).commands
     first = applied(made, back)
     assert first["spec"]["updateStrategy"]["rollingUpdate"] == {"maxSurge": 0, "maxUnavailable": 1}
     assert "rollout status" in wait
-    assert applied(first, last) == body
+    assert applied(first, last) == vendors
 
 
 def test_pods_that_nobody_replaces_are_deleted() -> None:
     """If the DaemonSet's update strategy is OnDelete, a second command deletes its pods."""
-    body = daemon_set(PLUGINS, updateStrategy={"type": "OnDelete"})
-    assert adopt(body, [AGENT], {"n1"}).commands[1] == "kubectl delete pods -n vendor -l app=gadgets"
+    vendors = daemon_set(PLUGINS, updateStrategy={"type": "OnDelete"})
+    assert adopt(vendors, [AGENT], {"n1"}).commands[1] == "kubectl delete pods -n vendor -l app=gadgets"
 
 
 def test_a_patch_fails_where_somebody_has_changed_it_meanwhile() -> None:
     """The patch for an adoption tests the values that it replaces, and fails if the volumes have changed."""
-    body = daemon_set(PLUGINS)
-    patch = adopt(body, [AGENT], {"n1"}).commands[0]
-    body["spec"]["template"]["spec"]["volumes"].insert(0, {"name": "new", "hostPath": {"path": "/new"}})
+    vendors = daemon_set(PLUGINS)
+    patch = adopt(vendors, [AGENT], {"n1"}).commands[0]
+    vendors["spec"]["template"]["spec"]["volumes"].insert(0, {"name": "new", "hostPath": {"path": "/new"}})
     with pytest.raises(AssertionError):
-        applied(body, patch)
+        applied(vendors, patch)
 
 
 def test_the_way_back_of_a_change_by_hand() -> None:
     """Without the annotation of the former paths, undo sets the kubelet's directories, and a note says so."""
-    body = daemon_set(OURS, f"{OURS}/plugins_registry", "/dev")
-    found = undo(body, [AGENT], [])
-    made = applied(body, found.commands[0])
+    vendors = daemon_set(OURS, f"{OURS}/plugins_registry", "/dev")
+    found = undo(vendors, [AGENT], [])
+    made = applied(vendors, found.commands[0])
     assert [one["path"] for one in paths(made)] == [PLUGINS, REGISTRY, "/dev"]
     assert "what volume v0 was before is not kept" in found.notes[0]
 
@@ -194,22 +173,22 @@ def test_what_others_put_back_is_refused(metadata: Mapping[str, Any], words: str
     assert not found.commands
 
 
-def test_an_addon_that_is_only_made_where_it_is_missing() -> None:
-    """A DaemonSet with the addon mode EnsureExists is accepted, with a note that the addon manager recreates it."""
-    labels = {"addonmanager.kubernetes.io/mode": "EnsureExists"}
-    found = adopt(daemon_set(PLUGINS, metadata={"labels": labels}), [AGENT], {"n1"})
+@pytest.mark.parametrize(
+    ("metadata", "words"),
+    [
+        ({"labels": {"addonmanager.kubernetes.io/mode": "EnsureExists"}}, "recreates a deleted DaemonSet"),
+        ({"annotations": {"kubectl.kubernetes.io/last-applied-configuration": "{}"}}, "kubectl apply of its manifest"),
+    ],
+)
+def test_what_may_restore_it_later_is_noted(metadata: Mapping[str, Any], words: str) -> None:
+    """A DaemonSet that an addon manager or `kubectl apply` may restore later is accepted, with a note."""
+    found = adopt(daemon_set(PLUGINS, metadata=metadata), [AGENT], {"n1"})
     assert not found.problems
-    assert any("recreates a deleted DaemonSet" in note for note in found.notes)
-
-
-def test_a_manifest_that_is_applied_again() -> None:
-    """A note says that `kubectl apply` of the manifest would restore the hostPath."""
-    body = daemon_set(PLUGINS, metadata={"annotations": {"kubectl.kubernetes.io/last-applied-configuration": "{}"}})
-    assert any("kubectl apply of its manifest" in note for note in adopt(body, [AGENT], {"n1"}).notes)
+    assert any(words in note for note in found.notes)
 
 
 @pytest.mark.parametrize(
-    ("agents", "body", "words"),
+    ("agents", "vendors", "words"),
     [
         ([], daemon_set(PLUGINS), "no agent runs on n1"),
         ([AGENT], daemon_set("/dev"), f"it has no hostPath {PLUGINS}"),
@@ -218,18 +197,18 @@ def test_a_manifest_that_is_applied_again() -> None:
         ([agent_of(agent_pod(path="/else"))], daemon_set(PLUGINS), "agents on n1 do not mount"),
     ],
 )
-def test_what_would_not_work_is_refused(agents: list[AgentPod], body: Object, words: str) -> None:
+def test_what_would_not_work_is_refused(agents: list[AgentPod], vendors: Object, words: str) -> None:
     """Adoption is refused if the vendor's plugin would find no kubelet.sock, or one that is not the agent's."""
-    found = adopt(body, agents, {"n1"})
+    found = adopt(vendors, agents, {"n1"})
     assert any(words in one for one in found.problems), found
     assert not found.commands
 
 
 def test_a_part_of_the_directory_is_refused() -> None:
     """Adoption is refused if a container mounts only a part (subPath) of the kubelet's directory."""
-    body = daemon_set(PLUGINS)
-    body["spec"]["template"]["spec"]["containers"][0]["volumeMounts"][0]["subPath"] = "x"
-    (problem,) = adopt(body, [AGENT], {"n1"}).problems
+    vendors = daemon_set(PLUGINS)
+    vendors["spec"]["template"]["spec"]["containers"][0]["volumeMounts"][0]["subPath"] = "x"
+    (problem,) = adopt(vendors, [AGENT], {"n1"}).problems
     assert "container plugin mounts a part" in problem
 
 
@@ -249,8 +228,7 @@ def test_claims_are_in_the_way_back() -> None:
         ("n1", "a/y", "g0"): DeviceNow("Healthy", holder="pod ml/p", state="plugin"),
         ("n1", "a/own", "g0"): DeviceNow("Healthy", holder="claim ml/d", state="dra", claims=("ml/d",)),
     }
-    other = AgentPod("n2", OURS, mounted=True, ready=True, plugins=PLUGINS, registry=REGISTRY, claims=True)
-    limits = AgentPod("n3", OURS, mounted=True, ready=True, plugins=PLUGINS, registry=REGISTRY, claims=False)
+    other, limits = replace(AGENT, node="n2"), replace(AGENT, node="n3", claims=False)
     answers = Answers(devices, {"n2": "no page"}, adopted={("n1", "a/x"): True, ("n1", "a/y"): True})
     assert in_use(answers, [AGENT, other, limits], {"n1", "n2", "n3"}) == [
         "it is not known whether claims have devices on n2: no page",
@@ -268,13 +246,6 @@ def test_claims_are_in_the_way_back() -> None:
 
 
 @pytest.fixture
-def server() -> Iterator[FakeApiServer]:
-    with FakeApiServer() as started:
-        started.create(binding())
-        yield started
-
-
-@pytest.fixture
 def command(
     server: FakeApiServer, tmp_path: Path, capsys: pytest.CaptureFixture[str], logs_restored: None, read_here: None
 ) -> Callable[..., tuple[int, str, str]]:
@@ -289,12 +260,9 @@ def command(
 
 def test_it_prints_and_changes_nothing(server: FakeApiServer, command: Callable[..., tuple[int, str, str]]) -> None:
     """The commands are printed with comments, and the DaemonSet is not changed; JSON has the same commands."""
-    server.create(body := daemon_set(PLUGINS))
-    body = server.get("daemonsets", "gadgets", "vendor")
-    uid = body["metadata"]["uid"]
-    pod = plugin_pod()
-    pod["metadata"]["ownerReferences"][0]["uid"] = uid
-    server.create(pod)
+    server.create(daemon_set(PLUGINS))
+    before = server.get("daemonsets", "gadgets", "vendor")
+    server.create(plugin_pod(server))
     assert command() == (
         1,
         "",
@@ -305,8 +273,8 @@ def test_it_prints_and_changes_nothing(server: FakeApiServer, command: Callable[
     assert (status, err) == (0, "")
     lines = [line for line in out.splitlines() if not line.startswith("#")]
     assert "nothing was changed: run these commands, in this order" in out
-    made = applied(body, lines[0])
-    assert server.get("daemonsets", "gadgets", "vendor") == body
+    made = applied(before, lines[0])
+    assert server.get("daemonsets", "gadgets", "vendor") == before
     assert {request.method for request in server.log} == {"GET"}
     server.replace(made)
     status, out, err = command("--undo")
@@ -314,7 +282,7 @@ def test_it_prints_and_changes_nothing(server: FakeApiServer, command: Callable[
     status, out, _ = command("--undo", "-o", "json")
     found = json.loads(out)
     assert (status, found["problems"], found["done"]) == (0, [], False)
-    assert paths(applied(server.get("daemonsets", "gadgets", "vendor"), found["commands"][0])) == paths(body)
+    assert paths(applied(server.get("daemonsets", "gadgets", "vendor"), found["commands"][0])) == paths(before)
 
 
 @pytest.mark.parametrize("option", [f"--adopt={OURS}", "--config=/etc/dra-bridge/config.yaml"])
@@ -327,11 +295,8 @@ def test_the_way_back_asks_the_agents(
     """
     before = {"hostPaths": {"v0": {"path": PLUGINS, "type": ""}}}
     server.create(daemon_set(OURS, metadata={"annotations": {adoption.BEFORE: json.dumps(before)}}))
-    pod, agent = plugin_pod(), agent_pod("n1", option)
-    pod["metadata"]["ownerReferences"][0]["uid"] = server.get("daemonsets", "gadgets", "vendor")["metadata"]["uid"]
-    agent["spec"]["containers"][0]["command"] = ["dra-bridge"]
-    server.create(pod)
-    server.create(agent)
+    server.create(plugin_pod(server))
+    server.create(agent_pod("n1", option, program="dra-bridge"))
     status, out, err = command("--undo")
     assert (status, out) == (1, "")
     assert err.startswith("it is not known whether claims have devices on n1: its pod has no port named metrics")

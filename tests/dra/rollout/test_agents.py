@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,41 +22,12 @@ from dra_bridge.rollout.adoption import AgentPod, in_use
 from dra_bridge.rollout.agents import Answers, DeviceNow, ask_agents
 from dra_bridge.rollout.fleet import NodeView, ReportedDevice
 from dra_bridge.testing.apiserver import FakeApiServer, Fault
+from tests.dra.rollout.nodes import agent_pod, binding
 from tests.metrics.views import RESOURCE, Still, resource
 
 READY: dict[str, Any] = {"readinessProbe": {"httpGet": {"path": "/readyz", "port": "metrics"}}}
 
 NO_POD = "no pod with the label app.kubernetes.io/managed-by=dra-bridge in namespace dra-bridge runs there"
-
-
-def binding(name: str = "dra-bridge", namespace: str = "dra-bridge") -> dict[str, Any]:
-    """Return a ClusterRoleBinding of the agents' ServiceAccount, as `manifests` prints it."""
-    return {
-        "apiVersion": "rbac.authorization.k8s.io/v1",
-        "kind": "ClusterRoleBinding",
-        "metadata": {"name": name, "labels": {"app.kubernetes.io/managed-by": "dra-bridge"}},
-        "subjects": [{"kind": "ServiceAccount", "name": name, "namespace": namespace}],
-    }
-
-
-@pytest.fixture
-def server() -> Iterator[FakeApiServer]:
-    with FakeApiServer() as started:
-        started.create(binding())
-        yield started
-
-
-def agent_pod(node: str, port: int | None = 9410, **container: Any) -> dict[str, Any]:
-    """Return an agent's pod, as `manifests` prints it. port: the metrics port; container: more fields of it."""
-    labels = {"app.kubernetes.io/name": "dra-bridge", "app.kubernetes.io/managed-by": "dra-bridge"}
-    ports = [{"name": "metrics", "containerPort": port}] if port else []
-    return {
-        "apiVersion": "v1",
-        "kind": "Pod",
-        "metadata": {"name": f"agent-{node}", "namespace": "dra-bridge", "labels": labels},
-        "spec": {"nodeName": node, "containers": [{"name": "agent", "ports": ports, **container}]},
-        "status": {"phase": "Running"},
-    }
 
 
 def status(still: Still) -> dict[str, Any]:
@@ -308,7 +279,7 @@ async def test_the_namespace_of_agents_is_not_known(server: FakeApiServer) -> No
 async def test_helm_puts_its_own_label_on_the_binding(server: FakeApiServer) -> None:
     """A binding named dra-bridge is found although Helm has replaced its managed-by label."""
     server.delete("clusterrolebindings", "dra-bridge")
-    server.create(binding() | {"metadata": {"name": "dra-bridge", "labels": {"app.kubernetes.io/managed-by": "Helm"}}})
+    server.create(binding(label="Helm"))
     server.create(agent_pod("n1"))
     server.proxied = lambda path: (200, status(Still(resource("a"))))
     assert ("n1", RESOURCE, "a") in (await asked(server, "n1")).devices

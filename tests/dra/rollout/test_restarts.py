@@ -10,6 +10,7 @@ from deviceplugin.register.records import State
 from dra_bridge.rollout.fleet import NodeView, ReportedDevice
 from dra_bridge.rollout.progress import Progress, ResourceProgress
 from dra_bridge.rollout.restarts import denied_pods, ended_by_restart, mixed
+from tests.dra.objects import body
 
 R, D, NODE = "example.com/gpu", "gpu.example.com", "n1"
 
@@ -20,13 +21,8 @@ def pod(name: str, at: int, count: int = 1, *, dra: bool = False, phase: str = "
     if dra:
         mapping = {"containerName": "main", "requestName": "container-0-request-0", "resourceName": R}
         status["extendedResourceClaimStatus"] = {"requestMappings": [mapping], "resourceClaimName": f"{name}-x"}
-    return {
-        "apiVersion": "v1",
-        "kind": "Pod",
-        "metadata": {"name": name, "namespace": "ml", "creationTimestamp": f"2026-01-01T10:00:{at:02d}Z"},
-        "spec": {"nodeName": NODE, "containers": [{"name": "main", "resources": {"limits": {R: str(count)}}}]},
-        "status": status,
-    }
+    spec = {"nodeName": NODE, "containers": [{"name": "main", "resources": {"limits": {R: str(count)}}}]}
+    return body("Pod", name, "ml", meta={"creationTimestamp": f"2026-01-01T10:00:{at:02d}Z"}, spec=spec, status=status)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -18,19 +18,11 @@ from dra_bridge.rollout.pods import FEW
 from dra_bridge.rollout.progress import DeviceProgress, Progress, ResourceProgress
 from dra_bridge.rollout.status import read_status
 from dra_bridge.testing.apiserver import FakeApiServer
-from tests.dra.objects import node_body
-from tests.dra.rollout.test_agents import agent_pod, binding
+from tests.dra.objects import body, node_body
+from tests.dra.rollout.nodes import agent_pod
 
 D, R, NAMESPACE = "gpu.example.com", "example.com/gpu", "dra-bridge"
 SIZES = (100, 400)
-FIRST_PAGE = 100
-
-
-@pytest.fixture
-def server() -> Iterator[FakeApiServer]:
-    with FakeApiServer() as started:
-        started.create(binding())
-        yield started
 
 
 def populate(server: FakeApiServer, count: int) -> None:
@@ -44,22 +36,16 @@ def populate(server: FakeApiServer, count: int) -> None:
     for number in range(count):
         name = f"n{number}"
         server.create(node_body(name, capacity={R: "2"}, allocatable={R: "1"}))
-        metadata = {"name": name, "namespace": NAMESPACE, "labels": labels}
-        metadata["annotations"] = {progress.annotation(D): report}
-        body = {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease", "metadata": metadata, "spec": {}}
-        server.create(body)
+        meta = {"labels": labels, "annotations": {progress.annotation(D): report}}
+        server.create(body("Lease", name, NAMESPACE, meta=meta, spec={}))
 
 
 def user(name: str, node: str, **spec: Any) -> dict[str, Any]:
-    limits = {"resources": {"limits": {R: "1"}}}
-    where = {"nodeName": node} if node else {}
-    return {
-        "apiVersion": "v1",
-        "kind": "Pod",
-        "metadata": {"name": name, "namespace": "ml", "creationTimestamp": "2026-01-01T00:00:00Z"},
-        "spec": {**where, "containers": [{"name": "main", **limits}], **spec},
-        "status": {"phase": "Running" if node else "Pending"},
-    }
+    whole = {"containers": [{"name": "main", "resources": {"limits": {R: "1"}}}], **spec}
+    made = {"creationTimestamp": "2026-01-01T00:00:00Z"}
+    if not node:
+        return body("Pod", name, "ml", meta=made, spec=whole, status={"phase": "Pending"})
+    return body("Pod", name, "ml", meta=made, spec={**whole, "nodeName": node}, status={"phase": "Running"})
 
 
 async def asked(server: FakeApiServer, names: Sequence[str] = ()) -> tuple[FleetStatus, Counter[str]]:
@@ -90,8 +76,8 @@ async def test_requests_do_not_grow_with_the_nodes(server: FakeApiServer, pods: 
         found, made[size] = await asked(server)
         assert len(found.nodes) == size
         for plural in ("nodes", "leases", "pods"):
-            for body in server.objects(plural):
-                server.delete(plural, body["metadata"]["name"], body["metadata"].get("namespace", ""))
+            for one in server.objects(plural):
+                server.delete(plural, one["metadata"]["name"], one["metadata"].get("namespace", ""))
     small, large = (made[size] for size in SIZES)
     print({kind: f"{large[kind]} for {SIZES[1]} nodes, {small[kind]} for {SIZES[0]}" for kind in large})
     most = 2 * AT_ONCE

@@ -17,7 +17,7 @@ from dra_bridge.rollout.pods import nodes_by_name, pods_by_node
 from dra_bridge.rollout.progress import Progress, ResourceProgress
 from dra_bridge.rollout.waiting import Room, contested_names, moves_for
 from dra_bridge.testing.apiserver import FakeApiServer
-from tests.dra.objects import claim_body, node_body
+from tests.dra.objects import body, claim_body, node_body
 
 D = "gpu.example.com"
 R = "example.com/gpu"
@@ -50,14 +50,7 @@ def pod(name: str, count: int = 0, node: str = "", claim: str = "", **status: An
         spec["nodeName"] = node
     if claim:
         spec["resourceClaims"] = [{"name": "c", "resourceClaimName": claim}]
-    metadata = {"name": name, "namespace": "default"}
-    return {
-        "apiVersion": "v1",
-        "kind": "Pod",
-        "metadata": metadata,
-        "spec": spec,
-        "status": {"phase": "Pending"} | status,
-    }
+    return body("Pod", name, "default", spec=spec, status={"phase": "Pending"} | status)
 
 
 def view(**states: State) -> NodeView:
