@@ -6,13 +6,11 @@ import asyncio
 import errno
 import os
 import re
-import stat
-import sys
 import threading
 import tracemalloc
 from contextlib import aclosing
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -65,32 +63,6 @@ def test_health_follows_its_rules_whatever_is_seen(
         history += kind
         assert course.health is model(history, rules), history
         assert bool(course.message) == (course.health is not Health.HEALTHY)
-
-
-def follow(rules: HealthRules, *looks: Verdict) -> list[Health]:
-    course, seen = HealthHistory(), []
-    for number, verdict in enumerate(looks):
-        course = course.checked(verdict, verdict.value, float(number), rules)
-        seen.append(course.health)
-    return seen
-
-
-def test_few_bad_looks_change_nothing_and_many_do() -> None:
-    """A device becomes unhealthy after `failures` bad probes in a row; a good probe restarts the count."""
-    rules = HealthRules(failures=2)
-    assert follow(rules, GOOD, BAD, GOOD, BAD, BAD)[1:] == [Health.HEALTHY] * 3 + [Health.UNHEALTHY]
-
-
-def test_first_look_counts_by_itself() -> None:
-    """The first probe of a device decides alone, whatever the thresholds are."""
-    assert follow(HealthRules(failures=9), BAD) == [Health.UNHEALTHY]
-    assert follow(HealthRules(successes=9), GOOD) == [Health.HEALTHY]
-
-
-def test_what_cannot_be_read_is_unknown_but_does_not_absolve() -> None:
-    """An unreadable probe makes a healthy device unknown, and leaves an unhealthy device unhealthy."""
-    assert follow(HealthRules(), GOOD, UNREADABLE, GOOD) == [Health.HEALTHY, Health.UNKNOWN, Health.HEALTHY]
-    assert follow(HealthRules(), BAD, UNREADABLE) == [Health.UNHEALTHY] * 2
 
 
 def test_worst_opinion_wins() -> None:
@@ -196,6 +168,11 @@ def cut(history: str, rules: HealthRules) -> str:
 
 
 # --- probes ---------------------------------------------------------------------------------------
+
+
+def lists_of(text: str) -> Any:
+    """Return the asynchronous generator of the device lists of a config file's resource."""
+    return sources.ConfiguredSource(config.parse(text).resources[0]).watch()
 
 
 def test_open_probe_tells_missing_from_forbidden_from_busy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -367,8 +344,7 @@ async def test_first_look_that_takes_long_counts_when_it_is_over(
           devices: [{{path: "{tmp_path}/dev/*"}}]
           health: {{period: 3600, probe: {{command: [/bin/sh, -c, "{command}"], timeout: 300}}}}
     """
-    source = sources.ConfiguredSource(config.parse(text).resources[0])
-    async with asyncio.timeout(60), aclosing(cast("Any", source.watch())) as lists:
+    async with asyncio.timeout(60), aclosing(lists_of(text)) as lists:
         (slow,) = await anext(lists)
         assert slow.health is Health.UNKNOWN
         (tmp_path / "dev/b").touch()
@@ -412,8 +388,7 @@ async def test_configured_probe_withdraws_and_offers_again(tmp_path: Path, caplo
             failures: 2
             successes: 2
     """
-    source = sources.ConfiguredSource(config.parse(text).resources[0])
-    async with asyncio.timeout(30), aclosing(cast("Any", source.watch())) as lists:
+    async with asyncio.timeout(30), aclosing(lists_of(text)) as lists:
         first = await anext(lists)
         assert [device.health for device in first] == [Health.HEALTHY] * 2
         bad.write_text(f"{first[1].id}\n")
@@ -424,31 +399,6 @@ async def test_configured_probe_withdraws_and_offers_again(tmp_path: Path, caplo
         third = await anext(lists)
         assert [device.health for device in third] == [Health.HEALTHY] * 2
     assert f"{second[1].id} is unhealthy: /bin/sh ended with 1" in caplog.messages
-
-
-async def test_device_that_is_broken_at_first_sight_is_never_offered(tmp_path: Path) -> None:
-    """The first list of a resource with a probe has the result of the first probe."""
-    (tmp_path / "a").touch()
-    text = f"""
-        resources:
-        - name: example.com/x
-          devices: [{{path: "{tmp_path}/*"}}]
-          health: {{probe: {{command: ["{sys.executable}", -c, "raise SystemExit(1)"]}}}}
-    """
-    source = sources.ConfiguredSource(config.parse(text).resources[0])
-    async with asyncio.timeout(30), aclosing(cast("Any", source.watch())) as lists:
-        assert [device.health for device in await anext(lists)] == [Health.UNHEALTHY]
-
-
-async def test_open_probe_of_a_path_opens_what_is_mounted(tmp_path: Path) -> None:
-    """`probe: open` works for devices that are no device nodes, here a fifo."""
-    node = tmp_path / "a"
-    os.mkfifo(node)
-    text = f"resources: [{{name: example.com/x, devices: [{{path: {node}}}], health: {{probe: open}}}}]"
-    source = sources.ConfiguredSource(config.parse(text).resources[0])
-    assert stat.S_ISFIFO(node.stat().st_mode)
-    async with asyncio.timeout(30), aclosing(cast("Any", source.watch())) as lists:
-        assert [device.health for device in await anext(lists)] == [Health.HEALTHY]
 
 
 async def test_all_probes_are_of_the_devices_own_nodes(tmp_path: Path) -> None:
@@ -463,24 +413,23 @@ async def test_all_probes_are_of_the_devices_own_nodes(tmp_path: Path) -> None:
           nodes: [/dev/tty]
           health: {{period: 1, failures: 1, probe: {{command: [/bin/sh, -c, "{command}"]}}}}
     """
-    source = sources.ConfiguredSource(config.parse(text).resources[0])
-    async with asyncio.timeout(30), aclosing(cast("Any", source.watch())) as lists:
+    async with asyncio.timeout(30), aclosing(lists_of(text)) as lists:
         assert [device.health for device in await anext(lists)] == [Health.HEALTHY]
         assert [device.health for device in await anext(lists)] == [Health.UNHEALTHY]
     assert log.read_text().split() == [str(node), str(node)]
 
 
-async def test_missing_host_directory_of_a_mount_makes_no_device_unhealthy(tmp_path: Path) -> None:
-    """Probes ignore the mounts of a resource: a missing host directory makes no device unhealthy."""
-    node = tmp_path / "a"
-    node.touch()
-    text = f"""
-        resources:
-        - name: example.com/x
-          devices: [{{path: "{node}"}}]
-          mounts: [{{host: "{tmp_path}/missing", container: /opt/missing}}]
-          health: {{probe: open}}
-    """
-    source = sources.ConfiguredSource(config.parse(text).resources[0])
-    async with asyncio.timeout(30), aclosing(cast("Any", source.watch())) as lists:
-        assert [device.health for device in await anext(lists)] == [Health.HEALTHY]
+@pytest.mark.parametrize(
+    ("fields", "health"),
+    [
+        ("health: {probe: {command: [/bin/sh, -c, exit 1]}}", Health.UNHEALTHY),
+        ("health: {probe: open}", Health.HEALTHY),
+        ("health: {probe: open}, mounts: [{host: /missing, container: /opt/missing}]", Health.HEALTHY),
+    ],
+)
+async def test_first_list_has_the_result_of_the_first_probe(tmp_path: Path, fields: str, health: Health) -> None:
+    """The first list has the first probe's result, also for a fifo; a missing host directory of a mount is ignored."""
+    os.mkfifo(tmp_path / "a")
+    text = f"resources: [{{name: example.com/x, devices: [{{path: {tmp_path}/a}}], {fields}}}]"
+    async with asyncio.timeout(30), aclosing(lists_of(text)) as lists:
+        assert [device.health for device in await anext(lists)] == [health]
