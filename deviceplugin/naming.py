@@ -11,9 +11,9 @@ import os
 import re
 import socket
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from fractions import Fraction
-from typing import Final
+from typing import Any, Final
 
 from deviceplugin.device import LABEL, LABEL_IN_WORDS, QUANTITY, Device, Version
 
@@ -94,6 +94,24 @@ def whole_quantity(value: object) -> int:
         return int(parse_quantity(value))  # type: ignore[arg-type]  # parse_quantity refuses other types
     except NamingError:
         return 0
+
+
+def pod_amounts(spec: Mapping[str, Any], amounts: Callable[[Any], Mapping[str, int]]) -> dict[str, int]:
+    """Return the amount of each resource that a pod requests, as the scheduler counts it.
+
+    The amount is the sum over containers and sidecars, or over an init container and the sidecars before it if that is
+    more (Kubernetes 1.36, component-helpers/resource, AggregateContainerRequests). amounts: returns those of a
+    container.
+    """
+    most, kept = Counter[str](), Counter[str]()
+    for container in spec.get("initContainers") or ():
+        own = kept + Counter(amounts(container))
+        most |= own
+        if container.get("restartPolicy") == "Always":
+            kept = own
+    for container in spec.get("containers") or ():
+        kept += Counter(amounts(container))
+    return dict(most | kept)
 
 
 def check_label(name: str, what: str = "the name") -> None:

@@ -58,17 +58,25 @@ def _plan(options: argparse.Namespace) -> int:
     from dra_bridge.plan import display
     from dra_bridge.plan.checks import migration_plan
     from dra_bridge.plan.findings import FindingKind
+    from dra_bridge.plan.objects import CUT, part
     from dra_bridge.plan.view import ClusterView
 
     ignored = frozenset(options.ignore)
     if unknown := ignored - {kind.code for kind in FindingKind}:
         raise CommandError(f"dra-bridge plan: --ignore {min(unknown)}: no finding has this code")
+    if wrong := set(options.without) - {*CUT, "kubelets"}:
+        known = ", ".join(["kubelets", *CUT])
+        raise CommandError(f"dra-bridge plan: --without {min(wrong)}: no such kind; the kinds are {known}")
     share = _share(options.share)
     if options.files:
         objects, selected = _read_files(options)
     else:
         objects, selected = _read_cluster(options)
+    if selected == frozenset() and objects.of("Node"):
+        raise CommandError(f"dra-bridge plan: --selector {options.selector}: no node has these labels")
     view = ClusterView(objects, _targets(options, share, objects), options.namespace, selected)
+    if view.namespace and not any(part(pod, "metadata", "namespace") == view.namespace for pod in objects.of("Pod")):
+        print(f"no pod that was read is in the namespace {view.namespace}", file=sys.stderr)
     plan = migration_plan(view, ignored)
     match options.output:
         case "json":
@@ -96,6 +104,8 @@ def _targets(options: argparse.Namespace, share: str, objects: ClusterObjects) -
 
     if options.config:
         resources = [one for one in config.load(options.config).resources if one.driver]
+        if not resources:
+            raise CommandError(f"{options.config}: no resource names a driver; set `driver` for each that is to move")
         return tuple(Target(one.name, one.driver or "", share or str(one.dra.share)) for one in resources)
     if options.driver:
         resources_named = resources_of(objects, options.driver)
@@ -116,13 +126,14 @@ def _read_files(options: argparse.Namespace) -> tuple[ClusterObjects, frozenset[
         try:
             found += list(objects_of(data))
         except DumpError as error:
-            unread.append(Unread(name, str(error)))
+            unread.append(Unread(name, str(error), pods=True))
     kinds = by_kind(found)
     lacking = sorted(CUT.keys() - kinds.keys() - {"ConfigMap"} - set(options.without))
     if "ConfigMap" not in options.without:
         have = {name_of(one) for one in kinds.get("ConfigMap", ())}
         lacking += [f"ConfigMap {space}/{name}" for space, name in NAMED if name not in have]
-    unread += [Unread(kind, "no dump has one; if the cluster has none, say --without") for kind in lacking]
+    reason = "no dump has one; if the cluster has none, say --without"
+    unread += [Unread(kind, reason, kind == "Pod") for kind in lacking]
     if "kubelets" not in options.without:
         unread.append(
             Unread("kubelets", "no dump has their configuration (Topology Manager, gates); --without kubelets")

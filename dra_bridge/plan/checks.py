@@ -89,9 +89,13 @@ class DrainTime:
 
 @dataclass(frozen=True, slots=True)
 class MigrationPlan:
-    """The result of `plan`. unread: inputs that could not be read, so that findings may be missing."""
+    """The result of `plan`. unread: inputs that could not be read, so that findings may be missing.
+
+    idle: whether the plan has nodes, and no pod of the cluster holds a device of them.
+    """
 
     uses: tuple[ResourceUse, ...]
+    idle: bool
     drain: DrainTime | None
     findings: tuple[PlanFinding, ...]
     unread: tuple[Unread, ...]
@@ -112,7 +116,9 @@ def migration_plan(view: ClusterView, ignored: frozenset[str] = frozenset()) -> 
     found = [finding for kind, check in CHECKS.items() if kind.code not in ignored for finding in check(view)]
     order = list(Severity)
     found.sort(key=lambda one: (order.index(one.kind.severity), one.kind.code, one.object))
-    return MigrationPlan(tuple(_uses(view)), _drain(view), tuple(found), view.objects.unread)
+    uses, unread = tuple(_uses(view)), view.objects.unread
+    unknown = view.namespace or any(one.pods for one in unread) or any(one.by_limits or one.by_dra for one in uses)
+    return MigrationPlan(uses, bool(view.device_nodes) and not unknown, _drain(view), tuple(found), unread)
 
 
 def _uses(view: ClusterView) -> Iterator[ResourceUse]:

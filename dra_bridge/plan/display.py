@@ -117,8 +117,7 @@ def _uses(uses: Sequence[ResourceUse], width: int | None) -> list[str]:
 
 def _drain(plan: MigrationPlan) -> list[str]:
     if plan.drain is None:
-        held = any(use.by_limits or use.by_dra for use in plan.uses)
-        return [] if held else ["no pod has devices: nodes move at once"]
+        return ["no pod has devices: nodes move at once"] if plan.idle else []
     half, most = age(plan.drain.half), age(plan.drain.most)
     return [
         f"by the ages of the pods that run, half of the {plan.drain.nodes} nodes with such pods are free within "

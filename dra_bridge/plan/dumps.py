@@ -13,7 +13,7 @@ import msgspec
 import yaml
 
 from dra_bridge.convert.pods import pod_specs
-from dra_bridge.plan.objects import CUT, Body, name_of, part
+from dra_bridge.plan.objects import CUT, Body, name_of, part, title_of
 
 _LOADER: Final[Any] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _WORDS: Final[Mapping[str, Any]] = {"": None, "null": None, "~": None, "true": True, "false": False}
@@ -98,7 +98,7 @@ def _from_yaml(text: bytes) -> Iterator[Any]:
             else:
                 whole[str(key)] = _value(event, events, anchors)
         if "items" not in whole:
-            yield whole
+            yield _merged(whole)
         for item in waiting:
             yield {"kind": str(whole.get("kind", "")).removesuffix("List"), **item}
 
@@ -107,7 +107,9 @@ def _value(event: Any, events: Iterator[Any], anchors: dict[str, Any]) -> Any:
     if isinstance(event, yaml.ScalarEvent):
         value = _scalar(event)
     elif isinstance(event, yaml.AliasEvent):
-        return anchors.get(str(event.anchor))
+        if event.anchor not in anchors:
+            raise DumpError(f"undefined alias {event.anchor!r}\n{event.start_mark}")
+        return anchors[event.anchor]
     elif isinstance(event, yaml.SequenceStartEvent):
         value = []
         while not isinstance(inner := next(events), yaml.SequenceEndEvent):
@@ -117,9 +119,22 @@ def _value(event: Any, events: Iterator[Any], anchors: dict[str, Any]) -> Any:
         while not isinstance(inner := next(events), yaml.MappingEndEvent):
             key = _value(inner, events, anchors)
             value[str(key)] = _value(next(events), events, anchors)
+        value = _merged(value)
     if event.anchor:
         anchors[event.anchor] = value
     return value
+
+
+def _merged(body: dict[str, Any]) -> dict[str, Any]:
+    """Return a mapping with the keys of the mappings under its merge key (`<<`), which its own keys replace."""
+    if "<<" not in body:
+        return body
+    merged = body.pop("<<")
+    for one in merged if isinstance(merged, list) else [merged]:
+        if not isinstance(one, dict):
+            raise DumpError(f"the merge key << has {one!r}, which is no mapping")
+        body = {**one, **body}
+    return body
 
 
 def _scalar(event: Any) -> Any:
@@ -133,11 +148,15 @@ def _scalar(event: Any) -> Any:
 
 
 def by_kind(objects: Iterable[tuple[str, Body]]) -> dict[str, tuple[Body, ...]]:
-    """Group objects by their kind. Pod templates count as pods if there are no nodes."""
-    found: dict[str, list[Body]] = {}
+    """Group objects by their kind. Of objects with the same kind, namespace and name, only the last counts.
+
+    Pod templates count as pods if there are no nodes.
+    """
+    found: dict[str, dict[str | int, Body]] = {}
     for kind, body in objects:
-        found.setdefault(kind, []).append(body)
-    templates = found.pop(TEMPLATE, [])
+        bodies = found.setdefault(kind, {})
+        bodies[len(bodies) if name_of(body).startswith("?") else title_of(body)] = body
+    templates = found.pop(TEMPLATE, {})
     if templates and "Node" not in found:
-        found.setdefault("Pod", []).extend(templates)
-    return {kind: tuple(bodies) for kind, bodies in found.items()}
+        found["Pod"] = dict(enumerate([*found.get("Pod", {}).values(), *templates.values()]))
+    return {kind: tuple(bodies.values()) for kind, bodies in found.items()}

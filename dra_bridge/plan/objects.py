@@ -30,11 +30,12 @@ NAMED: Final = (("kube-system", "cluster-autoscaler-status"), ("kueue-system", "
 class Unread:
     """An input of `plan` that could not be read. what: the input, such as the plural of a kind.
 
-    reason: why the input could not be read.
+    reason: why the input could not be read. pods: whether the input may have pods.
     """
 
     what: str
     reason: str
+    pods: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +138,7 @@ def _pod(body: Body) -> dict[str, Any]:
 
 
 def _node(body: Body) -> dict[str, Any]:
-    """Return the used fields of a Node, without quantities of 0.
+    """Return the used fields of a Node, without quantities of 0 and less.
 
     A kubelet reports 0 of each extended resource for which it once had a plugin, and never removes the entry (kubelet
     1.36, nodestatus/setters.go, MachineInfo; kubelet_node_status.go, reconcileExtendedResource).
@@ -149,7 +150,11 @@ def _node(body: Body) -> dict[str, Any]:
         "status": {
             "version": part(status, "nodeInfo", "kubeletVersion") or "",
             **{
-                key: {name: value for name, value in part(status, key).items() if "/" in name and whole_quantity(value)}
+                key: {
+                    name: value
+                    for name, value in part(status, key).items()
+                    if "/" in name and whole_quantity(value) > 0
+                }
                 for key in ("capacity", "allocatable")
             },
         },

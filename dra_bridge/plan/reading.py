@@ -92,9 +92,9 @@ async def _list(cluster: Cluster, kind: Kind, unread: list[Unread]) -> tuple[Bod
     except UnsupportedError:
         return ()  # The cluster has no DRA; the findings about the nodes' versions report that.
     except ForbiddenError as error:
-        unread.append(Unread(kind.plural, error.message))
+        unread.append(Unread(kind.plural, error.message, kind is PODS))
     except ApiError as error:
-        unread.append(Unread(kind.plural, str(error)))
+        unread.append(Unread(kind.plural, str(error), kind is PODS))
     return tuple(bodies)
 
 

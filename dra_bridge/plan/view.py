@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Final
 
 from deviceplugin.device import some
-from deviceplugin.naming import RESOURCE, whole_quantity
+from deviceplugin.naming import RESOURCE, pod_amounts, whole_quantity
 from dra_bridge.plan.objects import (
     AGENT,
     FOR_LIMITS,
@@ -201,24 +201,8 @@ class ClusterView:
 
 
 def asked_of(pod: Body) -> dict[str, int]:
-    """Return, for each resource, the number of devices that a pod requests by `limits`, as the scheduler counts them.
-
-    The number is the sum over containers and sidecars, or the request of one init container if that is larger.
-    """
-    found: dict[str, int] = defaultdict(int)
-    first: dict[str, int] = defaultdict(int)
-    spec = part(pod, "spec")
-    for container in spec.get("containers", ()):
-        for name, value in container["limits"].items():
-            found[name] += whole_quantity(value)
-    for container in spec.get("initContainers", ()):
-        for name, value in container["limits"].items():
-            if container.get("restartPolicy") == "Always":
-                found[name] += whole_quantity(value)
-            else:
-                first[name] = max(first[name], whole_quantity(value))
-    whole = {name: max(found.get(name, 0), first.get(name, 0)) for name in {**found, **first}}
-    return {name: count for name, count in whole.items() if count}
+    """Return, for each resource, the number of devices that a pod requests by `limits` (see `pod_amounts`)."""
+    return pod_amounts(pod["spec"], lambda one: {name: whole_quantity(value) for name, value in one["limits"].items()})
 
 
 def drivers_of(device_class: Body) -> set[str]:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Final
 
-from deviceplugin.naming import whole_quantity
+from deviceplugin.naming import pod_amounts, whole_quantity
 from dra_bridge.kube import EVENTS, NODES, PODS, Cluster, Kind, Object
 
 FEW: Final = 12
@@ -116,16 +116,11 @@ async def nodes_by_name(cluster: Cluster, names: Collection[str]) -> dict[str, O
 
 
 def requests_of(pod: Object) -> dict[str, int]:
-    """Return the amount of each extended resource that a pod requests.
+    """Return the amount of each extended resource that a pod requests (see `pod_amounts`)."""
 
-    An init container counts only if it requests more than all containers together, because containers reuse the devices
-    of init containers.
-    """
-    amounts: dict[str, int] = {}
-    for key, combined in (("containers", int.__add__), ("initContainers", max)):
-        for container in pod["spec"].get(key) or ():
-            resources = container.get("resources") or {}
-            for name, amount in {**(resources.get("requests") or {}), **(resources.get("limits") or {})}.items():
-                if "/" in name:
-                    amounts[name] = combined(amounts.get(name, 0), whole_quantity(amount))
-    return amounts
+    def amounts(container: Object) -> dict[str, int]:
+        resources = container.get("resources") or {}
+        given = {**(resources.get("requests") or {}), **(resources.get("limits") or {})}
+        return {name: whole_quantity(amount) for name, amount in given.items() if "/" in name}
+
+    return pod_amounts(pod["spec"], amounts)

@@ -19,10 +19,11 @@ from dra_bridge.kube import FOR_LIMITS
 from dra_bridge.manifests import Deployment, manifests
 from dra_bridge.plan import cluster_checks, objects
 from dra_bridge.plan.checks import CHECKS, MigrationPlan, migration_plan
-from dra_bridge.plan.dumps import by_kind, objects_of
+from dra_bridge.plan.dumps import DumpError, by_kind, objects_of
 from dra_bridge.plan.findings import FindingKind
 from dra_bridge.plan.objects import ClusterObjects, Unread
 from dra_bridge.plan.view import ClusterView, Target
+from dra_bridge.rollout.pods import requests_of
 from tests.dra.plan.cases import (
     AUTOSCALER,
     BOARD,
@@ -193,7 +194,7 @@ def test_former_resources_do_not_count() -> None:
     assert [use.resource for use in whole.uses] == [BOARD]  # CALM has a pod with this resource.
     without = planned(former, *(one for one in CALM if one["kind"] != "Pod"))
     assert (without.uses, without.findings) == ((), ())
-    offering = planned(node("n1"), former, *CALM)
+    offering = planned(node("n1"), former, node("n3", "v1.30.0", -1), *CALM)
     assert [(use.nodes, use.capacity) for use in offering.uses] == [(1, 4)]
     assert offering.findings == ()
     held = planned(node("n1"), former, *CALM, pod("a", 1, "n2", status={"phase": "Running"}))
@@ -233,6 +234,90 @@ def test_charts_count_by_their_templates() -> None:
     (found,) = planned(*CALM, workload).findings
     assert (found.kind, found.object) == (FindingKind.ABOVE_32, "pod app (Deployment)")
     assert planned(node("n1", count=64), *CALM, workload).findings == ()
+
+
+def test_an_object_in_several_dumps_counts_once() -> None:
+    """Of objects with the same kind, namespace and name, the last counts; objects without a name all count."""
+    nameless = pod("x", 1, "n1")
+    nameless["metadata"] = {"namespace": "default", "generateName": "x-"}
+    other = pod("a", 1, "n1")
+    other["metadata"] = {**other["metadata"], "namespace": "other"}
+    objects = (node("n1", count=2), pod("a", 2, "n1"), node("n1"), pod("a", 1, "n1"), other, nameless, nameless)
+    text = json.dumps({"kind": "List", "items": objects})
+    (use,) = migration_plan(ClusterView(ClusterObjects(by_kind(objects_of(text.encode())), 0.0))).uses
+    assert (use.nodes, use.capacity, use.by_count, use.by_limits) == (1, 4, {1: 4}, 4)
+
+
+def test_merge_keys_of_yaml() -> None:
+    """A merge key adds keys of mappings, the first before the later, and the mapping's own keys before both."""
+    text = f"""
+x-a: &a {{limits: {{{BOARD}: 2}}}}
+x-b: &b {{limits: {{{BOARD}: 9}}, claims: []}}
+apiVersion: apps/v1
+kind: Deployment
+metadata: {{name: app}}
+spec:
+  template:
+    spec:
+      containers:
+      - {{name: m, resources: {{<<: *a}}}}
+      - {{name: n, resources: {{<<: [*a, *b]}}}}
+      - {{name: o, resources: {{<<: *b, limits: {{{BOARD}: 3}}}}}}
+      - &c {{name: p, resources: *a}}
+      - {{<<: *c, name: q}}
+---
+base: &pod
+  {{kind: Pod, metadata: {{name: b}}, spec: {{containers: [{{name: a, resources: {{limits: {{{BOARD}: 1}}}}}}]}}}}
+<<: *pod
+"""
+    (use,) = migration_plan(ClusterView(ClusterObjects(by_kind(objects_of(text.encode())), 0.0))).uses
+    assert use.by_count == {1: 1, 11: 1}
+    for wrong, words in (("{kind: Pod, <<: 3}", "merge key"), ("{kind: Pod, spec: *a}", "undefined alias 'a'")):
+        with pytest.raises(DumpError, match=words):
+            list(objects_of(f"---\n{wrong}".encode()))
+
+
+@pytest.mark.parametrize(
+    ("init", "counted"), [("S", 2), ("S2", 3), ("2S", 2), ("SS1", 3), ("S2S", 3), ("4", 4), ("S3S9", 11), ("", 1)]
+)
+def test_a_pods_devices_are_counted_as_the_scheduler_does(init: str, counted: int) -> None:
+    """An init container adds to the sidecars (S) that start before it."""
+    body = pod("a", 1, "n1")
+    body["spec"]["initContainers"] = [
+        {
+            "name": f"i{number}",
+            "resources": {"limits": {BOARD: 1 if kind == "S" else int(kind)}},
+            **({"restartPolicy": "Always"} if kind == "S" else {}),
+        }
+        for number, kind in enumerate(init)
+    ]
+    (use,) = planned(node("n1"), body).uses
+    assert use.by_count == {counted: 1}
+    assert requests_of(body) == {BOARD: counted}
+
+
+IDLE = "nodes move at once"
+
+
+def test_pods_that_were_not_read_may_have_devices(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Only if all pods were read, and of all namespaces, the plan states that no pod has a device."""
+    idle = pod("calm")
+    run(monkeypatch, text=dump(node("n1"), idle))
+    assert IDLE in capsys.readouterr().out
+    run(monkeypatch, text=dump(node("n1")))
+    assert IDLE not in capsys.readouterr().out
+    run(monkeypatch, "--without", "Pod", text=dump(node("n1")))
+    assert IDLE in capsys.readouterr().out
+    run(monkeypatch, text=dump(node("n1"), idle) + "{")
+    assert IDLE not in capsys.readouterr().out
+    run(monkeypatch, "-n", "nope", text=dump(node("n1"), idle))
+    out, err = capsys.readouterr()
+    assert IDLE not in out
+    assert "no pod that was read is in the namespace nope" in err
+    run(monkeypatch, text="kind: List\nitems: []")
+    assert IDLE not in capsys.readouterr().out
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *argv: str, text: str) -> int:
@@ -310,6 +395,9 @@ def test_the_driver_and_the_config_choose_resources(
     file = tmp_path / "config.yaml"
     file.write_text(f"resources: [{{name: {BOARD}, driver: {DRIVER}, devices: [path: /dev/x]}}]")
     assert run(monkeypatch, *WITHOUT, "--config", str(file), text=text) == 0
+    file.write_text(f"resources: [{{name: {BOARD}, devices: [path: /dev/x]}}]")
+    assert run(monkeypatch, *WITHOUT, "--config", str(file), text=text) == 2
+    assert "config.yaml: no resource names a driver" in capsys.readouterr().err
     assert run(monkeypatch, *WITHOUT, "--driver", "none.example.net", text=text) == 2
     assert "give --config FILE" in capsys.readouterr().err
 
@@ -323,6 +411,8 @@ def test_a_selector_chooses_nodes(monkeypatch: pytest.MonkeyPatch, selector: str
 
 WRONG = {
     "no such code": (("--ignore", "DB999"), "DB999: no finding has this code"),
+    "no such kind": (("--without", "pods"), "--without pods: no such kind; the kinds are kubelets, Node, Pod, "),
+    "no node": (("-l", "pool=nope"), "--selector pool=nope: no node has these labels"),
     "no share": (("--share", "some"), "is not a share"),
     "no selector": (("-l", "a in (b)"), "is not KEY=VALUE"),
 }
