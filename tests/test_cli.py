@@ -25,15 +25,13 @@ BAD = "resources:\n  - name: sim\n    devices: []\n"
 
 @pytest.fixture
 def good(tmp_path: Path) -> Path:
-    file = tmp_path / "good.yaml"
-    file.write_text(GOOD)
+    (file := tmp_path / "good.yaml").write_text(GOOD)
     return file
 
 
 @pytest.fixture
 def bad(tmp_path: Path) -> Path:
-    file = tmp_path / "bad.yaml"
-    file.write_text(BAD)
+    (file := tmp_path / "bad.yaml").write_text(BAD)
     return file
 
 
@@ -72,10 +70,6 @@ def test_bad_file_is_explained(good: Path, bad: Path, capsys: pytest.CaptureFixt
         f"{bad}:3: $.resources[0].devices: the list is empty; it needs at least 1",
         f"{bad} cannot be used: 2 problems",
     ]
-
-
-def test_validate_needs_a_file(capsys: pytest.CaptureFixture[str]) -> None:
-    """`validate` without a file is wrong usage."""
     assert cli.main(["validate"]) == 2
     assert "name a config file" in capsys.readouterr().err
 
@@ -167,14 +161,6 @@ def test_devices_are_given_to_programs(tmp_path: Path, capsys: pytest.CaptureFix
     assert plain["mounts"] == [{"host": f"{tmp_path}/file", "container": f"{tmp_path}/file", "readonly": True}]
 
 
-def test_devices_of_a_bad_file_are_not_listed(bad: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`devices` explains an invalid file and ends with 2."""
-    assert cli.main(["devices", "--config", str(bad)]) == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert f"{bad}:2:" in said.err
-
-
 def test_source_that_never_lists_is_said(
     good: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -226,15 +212,9 @@ def test_a_table_fits_into_the_terminal(
 @pytest.mark.parametrize("command", ["devices", "validate"])
 def test_output_that_is_full_is_said(good: Path, command: str) -> None:
     """If the output cannot be written, one line reports it, and the status is 1."""
+    argv = [sys.executable, "-m", "deviceplugin", command, str(good)]
     with Path("/dev/full").open("w") as full:
-        done = subprocess.run(
-            [sys.executable, "-m", "deviceplugin", command, str(good)],
-            stdout=full,
-            stderr=subprocess.PIPE,
-            text=True,
-            timeout=60,
-            check=False,
-        )
+        done = subprocess.run(argv, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
     said = "the output cannot be written: No space left on device"
     assert (done.returncode, done.stderr.splitlines()[-1]) == (1, said)
     assert "Traceback" not in done.stderr
@@ -300,12 +280,6 @@ def test_schema_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(capsys.readouterr().out)["$schema"].endswith("2020-12/schema")
 
 
-def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    """`--version` prints the version and ends with 0."""
-    assert usage("--version") == 0
-    assert capsys.readouterr().out.startswith("deviceplugin 0.")
-
-
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_completion_is_printed(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
     """`completion` prints a script for each shell, with the commands in it."""
@@ -338,11 +312,19 @@ def test_completion_without_its_extra(monkeypatch: pytest.MonkeyPatch, capsys: p
     assert capsys.readouterr().err == f"shtab is not installed; {advice}\n"
 
 
-@pytest.mark.parametrize("argv", [["--help"], ["run", "--help"], ["devices", "--help"]])
-def test_help_tells_the_exit_status(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """Help ends with 0 and explains the exit status."""
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--version"], "deviceplugin 0."),
+        (["--help"], "exit status: 0 success"),
+        (["run", "--help"], "exit status: 0 success"),
+        (["devices", "--help"], "exit status: 0 success"),
+    ],
+)
+def test_help_and_version(argv: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Help explains the exit status, `--version` prints the version, and both end with 0."""
     assert usage(*argv) == 0
-    assert "exit status: 0 success" in capsys.readouterr().out
+    assert said in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -357,6 +339,10 @@ def test_help_tells_the_exit_status(argv: list[str], capsys: pytest.CaptureFixtu
         (["run", "--config", "x", "--metrics-address", ":x"], "is not HOST:PORT"),
         (["run", "--config", "x", "--metrics-address", ":99999"], "is not HOST:PORT"),
         (["run", "--config", "x", "--metrics-address", "::1:80"], "in brackets: [::1]:80"),
+        *(
+            (["run", "--config", "x", f"--allow-host-path={path}"], "is not an absolute path without . and ..")
+            for path in ("run/x", "/run/../etc", "/./x", "")
+        ),
     ],
 )
 def test_wrong_usage_is_said(argv: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -392,37 +378,34 @@ def test_interrupt_ends_quietly(monkeypatch: pytest.MonkeyPatch) -> None:
 # run
 
 
-def test_options_of_an_authors_plugin() -> None:
-    """An author's own plugin takes the same options as `run`, without a config file."""
-    options = options_of(
-        ["--kubelet-root", "/k", "--device-plugin-dir", "/d", "--pod-resources-socket", "/s", "--metrics-address", ":1"]
-    )
-    assert (str(options.paths.plugins), str(options.paths.pod_resources)) == ("/d", "/s")
-    assert options.metrics_address == ":1"
-
-
-def test_relative_places_are_below_the_working_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Relative paths become absolute; an empty path is wrong usage."""
+@pytest.mark.parametrize(
+    ("argv", "plugins", "socket", "metrics"),
+    [
+        ([], "/var/lib/kubelet/device-plugins", "/var/lib/kubelet/pod-resources/kubelet.sock", None),
+        (["--kubelet-root=k"], "{}/k/device-plugins", "{}/k/pod-resources/kubelet.sock", None),
+        (["--device-plugin-dir=/d", "--pod-resources-socket=/s", "--metrics-address=:1"], "/d", "/s", ":1"),
+    ],
+)
+def test_options_of_an_authors_plugin(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, argv: list[str], plugins: str, socket: str, metrics: str | None
+) -> None:
+    """An author's own plugin takes the same options as `run`; a relative path is below the working directory."""
     monkeypatch.chdir(tmp_path)
-    assert options_of(["--kubelet-root", "k"]).paths.plugins == tmp_path / "k" / "device-plugins"
+    options = options_of(argv)
+    assert str(options.paths.plugins) == plugins.format(tmp_path)
+    assert str(options.paths.pod_resources) == socket.format(tmp_path)
+    assert options.metrics_address == metrics
     with pytest.raises(SystemExit, match="2"):
         options_of(["--device-plugin-dir", ""])
 
 
-def test_defaults_of_an_authors_plugin() -> None:
-    """Without options the kubelet's directories are the usual ones, and no metrics are served."""
-    options = options_of([])
-    assert str(options.paths.plugins) == "/var/lib/kubelet/device-plugins"
-    assert str(options.paths.pod_resources) == "/var/lib/kubelet/pod-resources/kubelet.sock"
-    assert options.metrics_address is None
-
-
-@pytest.mark.parametrize("log_format", ["text", "json"])
-def test_bad_file_is_not_run(bad: Path, log_format: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """`run` explains an invalid file, as text or as a line of JSON, and ends with 2."""
-    assert cli.main(["run", "--config", str(bad), "--log-format", log_format]) == 2
-    error = capsys.readouterr().err
-    if log_format == "json":
+@pytest.mark.parametrize("argv", [["devices"], ["run"], ["run", "--log-format=json"]])
+def test_bad_file_is_not_used(bad: Path, argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """`devices` and `run` explain an invalid file, as text or as a line of JSON, and end with 2."""
+    assert cli.main([*argv, "--config", str(bad)]) == 2
+    out, error = capsys.readouterr()
+    assert out == ""
+    if "--log-format=json" in argv:
         said = json.loads(error)
         assert (said["line"], said["path"]) == (2, "$.resources[0].name")
         error = said["msg"]
@@ -451,21 +434,9 @@ def test_file_beyond_its_options_is_not_run(tmp_path: Path, capsys: pytest.Captu
     assert capsys.readouterr().err.splitlines()[0] == own
     assert cli.main(["devices", str(file)]) == 0
     assert capsys.readouterr().err.splitlines() == [f"{own} --allow-host-path=/proc/version"]
-    assert cli.main([*run, "--allow-commands", "--allow-host-path", str(tmp_path)]) == 1  # fails later
-    assert "File name too long" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("path", ["run/x", "/run/../etc", "/./x", ""])
-def test_host_paths_that_are_allowed_are_whole_paths(path: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """A path for --allow-host-path must be absolute and without . and .. components."""
-    assert usage("run", "--config", "x", f"--allow-host-path={path}") == 2
-    assert "is not an absolute path without . and .." in capsys.readouterr().err
-
-
-def test_kubelet_directory_that_cannot_be_looked_at(good: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """`run` without access to the kubelet's directory ends with 1. The name is too long, which also fails for root."""
-    assert cli.main(["run", "--config", str(good), "--kubelet-root", f"/{'x' * 300}"]) == 1
-    errors = capfd.readouterr().err
+    # The agent has no access to the kubelet's directory: the name is too long, which also fails for root.
+    assert cli.main([*run, "--allow-commands", "--allow-host-path", str(tmp_path)]) == 1
+    errors = capsys.readouterr().err
     assert "device-plugins: File name too long; the agent needs write access to the kubelet's" in errors
     assert "Traceback" not in errors
 
