@@ -146,17 +146,6 @@ class TestPreferred:
         """With up to 8 devices, any scores and any request, the result is that of brute force."""
         assert preferred(*request) == reference(*request)
 
-    @pytest.mark.parametrize("name", [name for name, (count, _) in TOPOLOGIES.items() if count <= 8])
-    def test_known_machines(self, name: str) -> None:
-        """On real machines with up to 8 GPUs and any free devices, the result is that of brute force."""
-        count, score = TOPOLOGIES[name]
-        random_ = random.Random(name)
-        for _ in range(40):
-            available = random_.sample(gpus(*range(count)), random_.randint(1, count))
-            must_include = random_.sample(available, random_.randint(0, min(2, len(available)))) * random_.randint(0, 1)
-            size = random_.randint(1, len(available))
-            assert preferred(available, must_include, size, score) == reference(available, must_include, size, score)
-
     @pytest.mark.parametrize(
         "size",
         [1, 4, 8, *(pytest.param(size, marks=pytest.mark.explore) for size in (2, 3, 5, 6, 7, 10, 13, 16))],
@@ -193,13 +182,6 @@ class TestPreferred:
             == gpus(9, 10, 11, 12)
         )
 
-    def test_the_best_fit_is_taken(self) -> None:
-        """Two devices are taken from a pair whose neighbours are gone, and a single device from a broken pair."""
-        score = TOPOLOGIES["2 sockets"][1]
-        assert preferred(gpus(0, 1, 2, 3, 4, 5), (), 2, score) == gpus(4, 5)
-        assert preferred(gpus(0, 1, 2, 3, 4, 6, 7), (), 1, score) == gpus(4)
-        assert preferred(gpus(0, 1, 2, 3), ["gpu2"], 2, score) == gpus(2, 3)
-
     def test_natural_order_decides_in_the_end(self) -> None:
         """Among sets of equal scores the smallest ids in natural order are taken: 2 comes before 10."""
         count, score = TOPOLOGIES["DGX-2"]
@@ -216,16 +198,6 @@ class TestPreferred:
         for size, best in ((2, gpus(5, 6)), (3, gpus(5, 6, 7)), (4, gpus(0, 1, 2, 3)), (5, gpus(0, 1, 2, 3, 4))):
             assert preferred(list(numa), (), size, score) == numa_compact(numa, list(numa), (), size) == best
         assert numa_scores({"gpu0": (0, 1), "gpu1": (1,), "gpu2": ()}) == {frozenset(gpus(0, 1)): Link.SAME_CPU}
-
-    def test_impossible_input_gives_what_there_is(self) -> None:
-        """For too many required or requested devices, unknown ids or a negative size, the result is a list."""
-        score = TOPOLOGIES["DGX-1V"][1]
-        assert preferred(gpus(0, 1), gpus(3, 2, 1), 2, score) == gpus(1, 2, 3)
-        assert preferred(gpus(1, 1, 0), (), 5, score) == gpus(0, 1)
-        assert preferred(gpus(0, 1), ["new"], 2, score) == ["gpu0", "new"]
-        assert preferred(gpus(0, 1), gpus(1, 1), -3, score) == gpus(1)
-        assert preferred((), (), 2, score) == []
-        assert preferred(["b", "a"], (), 1, {}) == ["a"]
 
     @given(
         st.lists(st.text(max_size=3), max_size=14),
@@ -436,12 +408,16 @@ class TestDay:
         )
 
     @pytest.mark.parametrize("name", SMALL)
-    def test_requests_of_all_sizes(self, name: str) -> None:
-        """On each machine the mean score is no worse than the partition rule's, if some requests are for one device."""
-        assert (
-            self.worst(TOPOLOGIES[name], ((1, 2, 4, 8), range(1, 9), (1, 2), (1, 2, 3, 4), (1, 1, 1, 2, 2, 4)))
-            >= 1 - 1e-9
-        )
+    def test_known_machines(self, name: str) -> None:
+        """The mean score is no worse than the partition rule's, except on the hybrid cube mesh without single devices.
+
+        On this machine the highest total of a request takes one of the two closest pairs among four devices, and the
+        next request would score higher with both halves of a ring.
+        """
+        mixed = ((1, 2, 4, 8), range(1, 9), (1, 2), (1, 2, 3, 4), (1, 1, 1, 2, 2, 4))
+        assert self.worst(TOPOLOGIES[name], mixed) >= 1 - 1e-9
+        without_one = self.worst(TOPOLOGIES[name], ((2,), (3,), (4,), (2, 4), (2, 3), (2, 4, 8)))
+        assert without_one >= (0.97 if name == "DGX-1V" else 1 - 1e-9)
 
     def test_machines_that_nobody_built(self) -> None:
         """With random scores the mean is no worse than the partition rule's on average, and never by more than 5 %."""
@@ -452,16 +428,6 @@ class TestDay:
             ratios.append(self.worst((8, score), ((1, 2, 4, 8), range(1, 9), (1, 2))))
         assert sum(ratios) / len(ratios) >= 1
         assert min(ratios) > 0.95
-
-    @pytest.mark.parametrize("name", SMALL)
-    def test_requests_of_one_size_or_two(self, name: str) -> None:
-        """If no pod requests one device, the mean is not below the partition rule's, except on the hybrid cube mesh.
-
-        On this machine the highest total of a request takes one of the two closest pairs among four devices, and the
-        next request would score higher with both halves of a ring.
-        """
-        worst = self.worst(TOPOLOGIES[name], ((2,), (3,), (4,), (2, 4), (2, 3), (2, 4, 8)))
-        assert worst >= (0.97 if name == "DGX-1V" else 1 - 1e-9)
 
 
 class TestPolicies:
@@ -584,13 +550,6 @@ class TestNumaCompact:
         assert numa_compact(devices, list(devices), [], 2) == sims(0, 1)
         assert numa_compact(devices, list(devices), [], 3) == sims(1, 2, 3)
         assert numa_compact(devices, list(devices), [], 4) == sims(0, 1, 2, 3)
-
-    def test_impossible_input_gives_what_there_is(self) -> None:
-        """For too many required or requested devices, unknown ids or a negative size, the result is a list."""
-        assert numa_compact({}, sims(1), sims(2, 3), 1) == sims(2, 3)
-        assert numa_compact({}, sims(1, 1), [], 5) == sims(1)
-        assert numa_compact({}, sims(1), sims(1), -4) == sims(1)
-        assert numa_compact({}, [], [], 3) == []
 
     @given(
         st.dictionaries(st.sampled_from(sims(*range(14))), st.lists(st.integers(0, 3), max_size=2)),
