@@ -28,7 +28,6 @@ from deviceplugin.register.records import (
     Amount,
     Change,
     Claim,
-    Decision,
     LedgerError,
     LedgerLostError,
     Point,
@@ -208,14 +207,6 @@ for operation in (
         [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60, env=environment
     )
     assert done.stdout.split() == ["False", "True", "False", "False", "True", "True", "False", "True"]
-
-
-def test_what_is_closed_answers_with_an_error(path: str) -> None:
-    """A grant from a closed ledger is an error, because another agent may have the ledger."""
-    store = DirectLedger(path)
-    store.close()
-    with pytest.raises(LedgerError):
-        store.do(grant(R, {"a": "a"}, T0))
 
 
 @pytest.mark.parametrize("version", [0, 6, 8, 99])
@@ -630,20 +621,6 @@ def test_a_directory_that_cannot_be_written_is_an_error_that_says_so(tmp_path: P
     (tmp_path / "file").write_text("")
     with pytest.raises(LedgerError, match="cannot open the ledger"):
         DirectLedger(str(tmp_path / "file" / "ledger.db"))
-
-
-def test_an_operation_that_fails_costs_its_own_caller_only(store: DirectLedger) -> None:
-    """An operation that raises an error does not affect another operation of the same batch."""
-
-    def mistaken(_now: RegisterSnapshot) -> Decision[None]:
-        raise ZeroDivisionError
-
-    answers = store.do_all([mistaken, grant(R, {"a": "a"}, T0)])
-    assert isinstance(answers[0], ZeroDivisionError)
-    assert answers[1] is None
-    assert store.snapshot.allocations_on(R, ["a"])
-    with pytest.raises(ZeroDivisionError):
-        store.do(mistaken)
 
 
 def indexed(now: RegisterSnapshot) -> Mapping[Point, frozenset[tuple[str, tuple[str, str]]]]:
