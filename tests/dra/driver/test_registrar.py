@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 import pytest
 
 from deviceplugin import addresses, filewatch
-from deviceplugin.addresses import socket_path
 from deviceplugin.backoff import Backoff
 from deviceplugin.device import ContainerEdits, Device, Health
 from deviceplugin.directory_watch import DirectoryReader
@@ -27,7 +26,7 @@ from dra_bridge.driver import Driver, DriverNode, ServedResource
 from dra_bridge.driver import registrar as registrar_module
 from dra_bridge.driver.registrar import DriverDirectories, Registrar, RegistrarTiming, health_list
 from dra_bridge.testing.kubelet import HEALTH_SERVICES, FakeDraKubelet, FakeDraPod, PodError
-from tests.dra.driver.served import NODE, D, FakeClaims, Plain, result, served_driver
+from tests.dra.driver.served import NODE, D, FakeClaims, Plain, ref, result, served_driver
 from tests.dra.driver.served import claim as made_claim
 from tests.testing.bare_dra import BareDriver
 from tests.waits import until
@@ -129,15 +128,29 @@ async def test_a_driver_registers_prepares_and_goes(
     assert not (root / "plugins" / AGENT).exists(), "the one socket is in plugins_registry"
 
 
-async def test_an_older_kubelet_gets_v1beta1(driver: Driver, root: Path, server: FakeClaims) -> None:
-    """A kubelet that serves v1beta1 only, as 1.32 and 1.33 do, uses v1beta1."""
-    server.add(claim("c", "uid-1", ("r", "d0")))
-    with FakeDraKubelet(root, server.read, services=["v1beta1.DRAPlugin"]) as kubelet:
+@pytest.mark.parametrize("service", ["v1.DRAPlugin", "v1beta1.DRAPlugin"])
+async def test_both_versions_of_the_api_answer_alike(
+    driver: Driver, root: Path, server: FakeClaims, service: str
+) -> None:
+    """A kubelet uses the version that it knows (1.32 and 1.33: v1beta1); v1 also has the share ID.
+
+    Each claim of a call has its own error.
+    """
+    server.add(made_claim("1", result("d0", "r/big", shareID="s")), made_claim("2", result("d9")))
+    claims = [ref("1"), ref("2")]
+    with FakeDraKubelet(root, server.read, services=[service]) as kubelet:
         async with Running(driver, root):
             (plugin,) = await aside(kubelet.wait_registered, D)
-            assert plugin.service == "v1beta1.DRAPlugin"
-            pod = FakeDraPod("p1", "p1", ["c"], {"a": [("c", "r")]})
-            assert len((await aside(kubelet.prepare_pod, pod))["a"]) == 1
+            assert plugin.service == service
+            answers = await aside(kubelet.call, D, "NodePrepareResources", claims)
+            (device,) = answers["1"].devices
+            assert list(device.request_names) == ["r"]
+            assert getattr(device, "share_id", "s") == "s"
+            assert device.cdi_device_ids[0].startswith(f"{D}/claim=")
+            assert "d9" in answers["2"].error
+            ended = await aside(kubelet.call, D, "NodeUnprepareResources", claims)
+            assert {uid: answer.error for uid, answer in ended.items()} == {"1": "", "2": ""}
+            assert not driver.records.all()
 
 
 async def test_a_restarted_kubelet_finds_the_driver_and_prepares_again(
@@ -502,17 +515,6 @@ async def test_a_pod_gets_the_drivers_words(
         with pytest.raises(PodError, match=r"failed for ResourceClaim c: request 'r': driver .* has no device 'd9'"):
             await aside(kubelet.prepare_pod, FakeDraPod("p1", "p1", ["c"], {}))
         await aside(kubelet.unprepare_pod, FakeDraPod("p1", "p1", ["c"], {}))
-
-
-@pytest.mark.parametrize("length", [5, 40, 63])
-def test_paths_fit_and_stay_apart(length: int) -> None:
-    """Socket paths of long driver names differ and have at most 107 bytes; too long a directory is an error."""
-    directory = Path("/var/lib/kubelet/plugins_registry")
-    paths = {socket_path(directory, letter * length, "-0123456789ab-reg.sock") for letter in "ab"}
-    assert len(paths) == 2
-    assert all(len(str(path)) <= 107 for path in paths)
-    with pytest.raises(ValueError):
-        socket_path(Path("/" + "x" * 90), "a" * length, "-0123456789ab-reg.sock")
 
 
 @pytest.mark.parametrize("ends", ["holder", "kubelet", "agent"])
