@@ -302,7 +302,7 @@ def _checked(
 
 def _are_numbers(numa: object) -> bool:
     several = numa if isinstance(numa, Sequence) and not isinstance(numa, str | bytes) else (numa,)
-    return all(isinstance(number, int) and not isinstance(number, bool) and number >= -1 for number in several)
+    return all(isinstance(one, int) and not isinstance(one, bool) and -1 <= one <= MAX_NUMA for one in several)
 
 
 NO_EDITS: Final = ContainerEdits()
@@ -356,7 +356,8 @@ class Device:
     def _check(self) -> None:
         _typed("health", self.health, Health, "Health.HEALTHY, Health.UNHEALTHY or Health.UNKNOWN")
         if self.numa is not None and not _are_numbers(self.numa):
-            raise TypeError(f"numa must be a NUMA node such as 0, a list of them or None, not {self.numa!r}")
+            right = f"a NUMA node such as 0, {MAX_NUMA} at the most, a list of them or None"
+            raise TypeError(f"numa must be {right}, not {self.numa!r}")
         if self.numa is not None and -1 in (self.numa if isinstance(self.numa, Sequence) else (self.numa,)):
             object.__setattr__(self, "numa", tuple(node for node in self.numa_nodes if node != -1) or None)
         _typed("edits", self.edits, ContainerEdits, "ContainerEdits(env={'NAME': 'value'}), say")
@@ -419,5 +420,7 @@ def in_order(devices: Iterable[Device]) -> list[Device]:
     return listed
 
 
+MAX_NUMA: Final = 1023
+"""The highest number of a NUMA node in Linux (CONFIG_NODES_SHIFT is at most 10)."""
 MAX_ID: Final = 63
 """Maximum characters of a device id, as the kubelet's API states; the kubelet itself does not check this limit."""

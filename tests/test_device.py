@@ -199,6 +199,8 @@ def test_winner_wins_and_nothing_is_lost(edits: list[ContainerEdits], winner: Co
         (DeviceNode, {"host": "/dev/a", "permissions": 5}, "permissions must be a string .* not 5"),
         (DeviceNode, {"host": "/dev/a", "container": None}, "container path must be a string"),
         (Device, {"id": "a", "numa": -2}, "device 'a': numa must be .*, not -2"),
+        (Device, {"id": "a", "numa": 1024}, r"device 'a': numa must be .* 1023 at the most, .* not 1024"),
+        (Device, {"id": "a", "numa": [0, 10**20]}, r"device 'a': numa must be .*, not \[0, 1000"),
         (Device, {"id": "a", "attributes": {"x": 1.5}}, r"attributes: the value of 'x' must be .* Version, not 1\.5"),
         (Device, {"id": "a", "attributes": {"x": None}}, "device 'a': attributes: the value of 'x' must be"),
         (Device, {"id": "a", "attributes": {1: 1}}, "device 'a': attributes: the name 1 must be a string such as '1'"),
