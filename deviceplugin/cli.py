@@ -17,7 +17,7 @@ import sys
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, Final, cast
 
 from deviceplugin import config, device_links
 from deviceplugin.config import Config, ConfigError, Lock
@@ -78,6 +78,9 @@ class CommandLine:
         """Run the command that the arguments name; return the exit status."""
         completion = self.add("completion", self._completion, "Print a shell's completion of this program.")
         completion.add_argument("shell", choices=("bash", "zsh", "fish"), help="the shell")
+        if sys.stdout is None or sys.stderr is None:
+            print("the standard output or error is closed; redirect it to /dev/null", file=sys.stderr or sys.stdout)
+            return 2
         options = self.parser.parse_args(argv)
         try:
             status = int(options.command(options))
@@ -119,6 +122,13 @@ class CommandLine:
                     action.complete = shtab.DIRECTORY if action.metavar == "DIR" else shtab.FILE  # type: ignore[attr-defined]
         print(shtab.complete(self.parser, options.shell))
         return 0
+
+
+def standard_input() -> BinaryIO:
+    """Return the standard input. Raises CommandError if the program was started without it (`<&-`)."""
+    if sys.stdin is None:
+        raise CommandError("the standard input is closed")
+    return sys.stdin.buffer
 
 
 def explained(error: ConfigError) -> str:
@@ -183,7 +193,7 @@ def _load(file: Path) -> Config:
     """Read a config file, or standard input if the file is `-`. Raises ConfigError."""
     if str(file) != "-":
         return config.load(file)
-    return config.parse(sys.stdin.buffer.read(config.MAX_BYTES + 1), _title(file))
+    return config.parse(standard_input().read(config.MAX_BYTES + 1), _title(file))
 
 
 def _title(file: Path) -> str:
@@ -250,8 +260,8 @@ def _import(options: argparse.Namespace) -> int:
     from deviceplugin.config import foreign
 
     try:
-        text = sys.stdin.read() if str(options.file) == "-" else options.file.read_text()
-        made = foreign.imported(text, config.parse)
+        data = standard_input().read() if str(options.file) == "-" else options.file.read_bytes()
+        made = foreign.imported(data.decode().replace("\r\n", "\n"), config.parse)
     except (OSError, UnicodeDecodeError) as error:
         raise CommandError(f"{_title(options.file)}: cannot be read: {error}") from error
     except foreign.UnknownSettingsError as error:

@@ -107,7 +107,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     rollout = line.add("rollout", _rollout, "Set the share of many nodes, some at a time; stop at failures.", rollouts)
     rollout.description = _ROLLOUT
     _add_share(rollout).add_argument("--undo", action="store_true", help="restore each node's previous share")
-    rollout.add_argument("--selector", "-l", required=True, metavar="LABELS", help="which nodes, such as pool=gpu")
+    selector = matching(r".*\S.*", "selects all nodes; name a label, such as pool=gpu")
+    about = "which nodes, such as pool=gpu"
+    rollout.add_argument("--selector", "-l", required=True, type=selector, metavar="LABELS", help=about)
     over = "take over nodes from the rollout of another user or of another share"
     rollout.add_argument("--take-over", action="store_true", help=over)
     nodes = matching("0*[1-9][0-9]*", "is not a number of nodes, at least 1", int)

@@ -8,12 +8,13 @@ import dataclasses
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from deviceplugin.cli import CommandError, CommandLine
+from deviceplugin.cli import CommandError, CommandLine, standard_input
 from deviceplugin.device import counted, printable
+from deviceplugin.naming import NAME, SUBDOMAIN, NamingError, check_resource, parse_quantity
 from deviceplugin.version import VERSION
 
 if TYPE_CHECKING:
@@ -24,6 +25,10 @@ if TYPE_CHECKING:
 
 PLUGIN_NAME: Final = "deviceplugin"
 """The default namespace and name of an agent that serves only `limits`."""
+_CLASS_NAME: Final = rf"(?!.{{254}}){SUBDOMAIN}"
+"""Matches the name of a DeviceClass or RuntimeClass."""
+_LABEL: Final = rf"(?:(?=[^/=]{{1,253}}/){SUBDOMAIN}/)?(?=[^/=]{{1,63}}=){NAME}=(?:(?!.{{64}}){NAME})?"
+"""Matches a label of a node and its value, KEY=VALUE."""
 _SUFFIXES: Final = {".json", ".yaml", ".yml"}
 _CONVERT: Final = """
 Replace the limits of pods by claims, in manifests, and print them; what is to be said about them goes to the standard
@@ -53,7 +58,7 @@ def add_convert(line: CommandLine) -> None:
     command.description = _CONVERT
     add_files(command, "manifests (default: -)")
     about = "the namespace of objects that name none; it is written into their templates"
-    command.add_argument("--namespace", "-n", default="", metavar="NAME", help=about)
+    command.add_argument("--namespace", "-n", type=_name, metavar="NAME", help=about)
     about = "the DeviceClass for an extended resource, beside those of DeviceClasses in the manifests; may be repeated"
     command.add_argument("--class", dest="classes", action="append", default=[], metavar="NAME=CLASS", help=about)
     about = "where a custom resource has pod templates, such as RayCluster=spec.workerGroupSpecs[*].template"
@@ -91,8 +96,6 @@ def _custom(text: str) -> CustomPath:
 
 
 def _classes(given: list[str]) -> dict[str, str]:
-    from deviceplugin.naming import NamingError, check_resource
-
     classes: dict[str, str] = {}
     for text in given:
         name, _, class_name = text.partition("=")
@@ -100,6 +103,8 @@ def _classes(given: list[str]) -> dict[str, str]:
             check_resource(name)
         except NamingError as error:
             raise CommandError(f"dra-bridge convert: --class {text}: {error}") from error
+        if class_name and not re.fullmatch(_CLASS_NAME, class_name):
+            raise CommandError(f"dra-bridge convert: --class {text}: {class_name!r} is not the name of a DeviceClass")
         if not class_name or classes.setdefault(name, class_name) != class_name:
             raise CommandError(f"dra-bridge convert: --class {text}: write NAME=CLASS, once for each resource")
     return classes
@@ -120,12 +125,15 @@ def read_files(files: list[str]) -> Iterator[tuple[str, bytes]]:
 
     Raises CommandError if a file cannot be read.
     """
-    paths = list(_paths(files))
+    try:
+        paths = list(_paths(files))
+    except OSError as error:
+        raise CommandError(f"{', '.join(files)} cannot be searched: {error}") from error
     if not paths:
         raise CommandError(f"there are no files of YAML or JSON in {', '.join(files)}")
     for path in paths:
         try:
-            data = sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
+            data = standard_input().read() if str(path) == "-" else path.read_bytes()
         except OSError as error:
             raise CommandError(f"{path} cannot be read: {error.strerror or error}") from error
         yield "<stdin>" if str(path) == "-" else str(path), data
@@ -134,15 +142,19 @@ def read_files(files: list[str]) -> Iterator[tuple[str, bytes]]:
 def _streams(files: list[str]) -> list[ManifestText]:
     from dra_bridge.convert.convert import ManifestText
 
-    try:
-        return [ManifestText(name, data.decode()) for name, data in read_files(files)]
-    except UnicodeDecodeError as error:
-        raise CommandError(f"a file is not UTF-8: {error}") from error
+    streams = []
+    for name, data in read_files(files):
+        try:
+            streams.append(ManifestText(name, data.decode()))
+        except UnicodeDecodeError as error:
+            line = data.count(b"\n", 0, error.start) + 1
+            raise CommandError(f"{name}:{line}: is not UTF-8 text; save it as UTF-8") from error
+    return streams
 
 
 def _convert(options: argparse.Namespace) -> int:
     from dra_bridge.convert import kustomize
-    from dra_bridge.convert.convert import Conversion, convert, joined, reverse
+    from dra_bridge.convert.convert import Conversion, convert, joined, reverse, title
     from dra_bridge.convert.remarks import Level
 
     classes = _classes(options.classes)
@@ -150,8 +162,11 @@ def _convert(options: argparse.Namespace) -> int:
     if options.reverse:
         _write(joined(reverse(streams)))
         return 0
-    how = Conversion(classes, options.namespace, options.resource_api, options.pod_template_path)
+    how = Conversion(classes, options.namespace or "", options.resource_api, options.pod_template_path)
     converted = convert(streams, how)
+    if options.patch == "kustomize" and (nameless := [pod.body for pod in converted.pods if not _has_name(pod.body)]):
+        names = ", ".join(dict.fromkeys(map(title, nameless)))
+        raise CommandError(f"dra-bridge convert: no patch can name an object without metadata.name: {names}")
     if options.patch:
         _write(kustomize.component(converted, how) if options.patch == "kustomize" else kustomize.templates(converted))
     else:
@@ -161,6 +176,10 @@ def _convert(options: argparse.Namespace) -> int:
     changed = counted(sum(len(pod.change.containers) for pod in converted.pods), "container")
     print(f"converted: {changed}; {counted(len(converted.templates), 'ResourceClaimTemplate')}", file=sys.stderr)
     return int(any(remark.kind.level is Level.REFUSED for remark in converted.remarks))
+
+
+def _has_name(body: Mapping[str, Any]) -> bool:
+    return bool((body.get("metadata") or {}).get("name"))
 
 
 def _write(text: str) -> None:
@@ -180,6 +199,12 @@ def matching(pattern: str, problem: str, convert: Callable[[str], Any] = str) ->
     return read
 
 
+_name: Final = matching(
+    r"(?!.{64})[a-z0-9]([-a-z0-9]*[a-z0-9])?",
+    "is not a name; write at most 63 lower-case letters, digits and dashes, no dash at either end",
+)
+
+
 def _add_deployment(parser: argparse.ArgumentParser) -> None:
     """Add the options of `manifests.Deployment`.
 
@@ -190,15 +215,12 @@ def _add_deployment(parser: argparse.ArgumentParser) -> None:
         about += f" (default: {default})" if default else ""
         parser.add_argument(option, dest=field, default=argparse.SUPPRESS, help=about, **more)
 
-    name = matching(
-        r"(?!.{64})[a-z0-9]([-a-z0-9]*[a-z0-9])?",
-        "is not a name; write at most 63 lower-case letters, digits and dashes, no dash at either end",
-    )
     directory = matching("/+[^/].*", "is not an absolute path below /; write the nodes' own, such as /var/lib/x")
     file = matching("/+[^/]+/+.*[^/]", "is not the path of a socket in a directory below /")
-    class_name = matching(r"(?!.{254})[a-z0-9]([-a-z0-9.]*[a-z0-9])?", "is not the name of a RuntimeClass")
+    class_name = matching(_CLASS_NAME, "is not the name of a RuntimeClass")
     image = matching(r"\S+", "is not an image")
-    label = matching("[^=]+=.*", "is not KEY=VALUE", lambda text: tuple(text.split("=", 1)))
+    wrong = "is not one label of nodes, KEY=VALUE; repeat the option for each label"
+    label = matching(_LABEL, wrong, lambda text: tuple(text.split("=", 1)))
     apis, policies = ("v1", "v1beta2", "v1beta1"), ("Always", "IfNotPresent", "Never")
     no_names = "leave extendedResourceName out, as v1beta1 and v1beta2 do: servers before 1.34 refuse it"
     status = "run the agent with --claim-status, and give it the right to patch the status of claims"
@@ -209,8 +231,8 @@ def _add_deployment(parser: argparse.ArgumentParser) -> None:
     add("--command", "own_command", command, type=lambda text: tuple(shlex.split(text)))
     add("--pull-policy", "pull_policy", "imagePullPolicy", "IfNotPresent", choices=policies)
     named = f"dra-bridge, {PLUGIN_NAME} for limits only"
-    add("--namespace", "namespace", "the namespace of the agent", named, type=name, metavar="NAME")
-    add("--name", "name", "the name of the DaemonSet and of its other objects", named, type=name, metavar="NAME")
+    add("--namespace", "namespace", "the namespace of the agent", named, type=_name, metavar="NAME")
+    add("--name", "name", "the name of the DaemonSet and of its other objects", named, type=_name, metavar="NAME")
     add("--resource-api", "version", "the version of resource.k8s.io for the DeviceClasses", "v1", choices=apis)
     add("--no-extended-resource", "extended_resource", no_names, action="store_false")
     root, plugins = "/var/lib/kubelet", "/var/lib/kubelet/device-plugins, whatever its --root-dir is"
@@ -243,7 +265,7 @@ def _add_deployment(parser: argparse.ArgumentParser) -> None:
     about = "print a ResourceQuota: devices of each resource, by limits and claims together, for each --tenant"
     add("--quota", "quota", about, type=number, metavar="N")
     about = "a namespace with that quota; may be repeated"
-    add("--tenant", "tenants", about, type=name, action="append", metavar="NAME")
+    add("--tenant", "tenants", about, type=_name, action="append", metavar="NAME")
     minor = matching(r"1\.[0-9]+", "is not like 1.36", lambda text: int(text[2:]))
     add("--kubernetes", "kubernetes", "the API server's version; a quota of 1.35 has two keys", "1.36", type=minor)
     about = "print a ConfigMap with the deviceClassMappings for Kueue's configuration"
@@ -255,8 +277,6 @@ def _add_deployment(parser: argparse.ArgumentParser) -> None:
 
 
 def _memory(text: str) -> str:
-    from deviceplugin.naming import NamingError, parse_quantity
-
     with contextlib.suppress(NamingError):
         if parse_quantity(text) >= 32 << 20:
             return text

@@ -271,6 +271,23 @@ def test_validate_of_standard_input(
     assert capsys.readouterr().err.startswith("<stdin>:2: $.resources[0].name: ")
 
 
+@pytest.mark.parametrize(
+    ("name", "argv", "words"),
+    [
+        ("stdin", ["validate", "-"], "the standard input is closed\n"),
+        ("stdin", ["import", "-"], "the standard input is closed\n"),
+        ("stdout", ["schema"], "the standard output or error is closed; redirect it to /dev/null\n"),
+    ],
+)
+def test_closed_streams(
+    name: str, argv: list[str], words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A stream that is needed and was closed by the caller (`<&-`, `>&-`) is an error with status 2."""
+    monkeypatch.setattr(sys, name, None)
+    assert cli.main(argv) == 2
+    assert capsys.readouterr().err == words
+
+
 # schema, version, help, wrong usage
 
 

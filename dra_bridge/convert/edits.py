@@ -151,12 +151,13 @@ def marked(text: str, edits: Iterable[Edit]) -> str:
 def with_documents(document: Document, texts: Sequence[str]) -> str:
     """Return a document's text with new documents before it.
 
-    Raises UnwritableError if the document's line `---` has more text.
+    Raises UnwritableError if the document's line `---` has more text, or comes after directives.
     """
     if not texts:
         return document.text
     if document.head is None:
-        raise UnwritableError("the line `---` has more text, so no other document can begin there")
+        where = "the line `---` has more text, or comes after directives"
+        raise UnwritableError(f"{where}, so no other document can begin there")
     eol, head = document.eol, document.head
     new = "".join(f"{ADDED}\n{text}---\n" for text in texts).replace("\n", eol)
     return document.text[:head] + new + document.text[head:]

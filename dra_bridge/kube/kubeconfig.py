@@ -85,7 +85,8 @@ async def read(paths: str) -> Credentials:
     # The library logs errors that it also raises, so the library's log is not needed.
     logging.getLogger("kubernetes_asyncio").setLevel(logging.CRITICAL)
     if not any(Path(path).expanduser().is_file() for path in paths.split(os.pathsep) if path):
-        empty = ", and $KUBECONFIG is empty" if os.environ.get("KUBECONFIG") == "" else ""
+        is_default = paths == "~/.kube/config" and os.environ.get("KUBECONFIG") == ""
+        empty = ", and $KUBECONFIG is empty" if is_default else ""
         raise KubeConfigError(f"there is no kubeconfig {paths}{empty}")
     try:
         merger, configuration = KubeConfigMerger(paths), Configuration()

@@ -338,6 +338,9 @@ def test_manifests_of_a_bad_config(file: Path, capsys: pytest.CaptureFixture[str
     [
         (["--metrics-port", "99999"], "not a port"),
         (["--node-selector", "x"], "KEY=VALUE"),
+        (["--node-selector", "pool=fpga,zone=a"], "is not one label of nodes, KEY=VALUE; repeat the option"),
+        (["--node-selector", "A B=c"], "KEY=VALUE"),
+        (["--node-selector", f"a.b/c={'x' * 64}"], "KEY=VALUE"),
         (["--name", "Bad_Name"], "lower-case letters, digits and dashes"),
         (["--namespace", "x" * 64], "at most 63"),
         (["--kubelet-root", "kubelet"], "not an absolute path"),
@@ -703,6 +706,8 @@ def test_empty_environment_is_said(
     monkeypatch.setenv("KUBECONFIG", "")
     assert cli.main(["status"]) == 2
     assert capsys.readouterr().err.endswith("there is no kubeconfig ~/.kube/config, and $KUBECONFIG is empty\n")
+    assert cli.main(["status", "--kubeconfig", "/nosuch"]) == 2
+    assert capsys.readouterr().err.endswith("there is no kubeconfig /nosuch\n")
 
 
 # uninstall
@@ -1328,9 +1333,9 @@ def test_rollout_interrupted(nodes: FakeFleet) -> None:
     assert (SHARE in second.annotations, second.annotations[SCALE_DOWN_DISABLED]) == (False, "true")
 
 
-@pytest.mark.parametrize("option", [["--max-unavailable", "0"], ["--timeout-per-node", "soon"], ["--undo"]])
+@pytest.mark.parametrize("option", [["--max-unavailable", "0"], ["--timeout-per-node", "soon"], ["--undo"], ["-l", ""]])
 def test_wrong_options_of_rollout(bridge: Callable[..., Ran], option: list[str]) -> None:
-    """Invalid numbers, and --undo together with --share, are wrong usage."""
+    """Invalid numbers, an empty selector, and --undo together with --share, are wrong usage."""
     assert bridge("rollout", "--driver", D, "--share", "all", "-l", "pool=gpu", *option).status == 2
 
 

@@ -6,6 +6,7 @@ import io
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -293,7 +294,8 @@ WRONG = {
     "two classes": (("--class", f"{GPU}=a", "--class", f"{GPU}=b"), "once for each resource"),
     "no resource": (("--class", "gpu=a"), "'gpu' is not an extended resource's name"),
     "no manifests": (("-f", "{empty}"), "there are no files of YAML or JSON in"),
-    "no UTF-8": (("-f", "{latin}"), "is not UTF-8"),
+    "no UTF-8": (("-f", "{latin}", "-f", "/dev/null"), "latin.yaml:2: is not UTF-8"),
+    "no class's name": (("--class", f"{GPU}=BAD name"), "'BAD name' is not the name of a DeviceClass"),
 }
 
 
@@ -304,7 +306,7 @@ def test_wrong_arguments_end_with_2(
     """Wrong arguments are an error with status 2, and nothing is printed on standard output."""
     argv, words = WRONG[case]
     (tmp_path / "empty").mkdir()
-    (tmp_path / "latin.yaml").write_bytes(b"a: \xe9\n")
+    (tmp_path / "latin.yaml").write_bytes(b"\na: \xe9\n")
     places = {"empty": str(tmp_path / "empty"), "latin": str(tmp_path / "latin.yaml")}
     assert run(monkeypatch, *(one.format(**places) for one in argv)) == 2
     out, error = capsys.readouterr()
@@ -312,12 +314,45 @@ def test_wrong_arguments_end_with_2(
     assert words in error
 
 
-def test_a_wrong_path_to_pods_is_usage(capsys: pytest.CaptureFixture[str]) -> None:
-    """A --pod-template-path without a kind is wrong usage; the error shows a valid path."""
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--pod-template-path", "spec.template"], "RayCluster=spec.workerGroupSpecs[*].template"),
+        (["-n", "Bad NS"], "'Bad NS' is not a name"),
+    ],
+)
+def test_wrong_values_of_options_are_usage(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A --pod-template-path without a kind, or a wrong namespace, is wrong usage; the error shows a valid value."""
     with pytest.raises(SystemExit) as ended:
-        cli.main(["convert", "--pod-template-path", "spec.template"])
+        cli.main(["convert", *argv])
     assert ended.value.code == 2
-    assert "RayCluster=spec.workerGroupSpecs[*].template" in capsys.readouterr().err
+    assert words in capsys.readouterr().err
+
+
+def test_a_directory_that_cannot_be_searched(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """An error in the search for files, as in /proc, is an error with status 2."""
+
+    def vanished(*_: object) -> Iterator[Path]:
+        yield Path("/proc/1/net")
+        raise OSError(22, "Invalid argument", "/proc/1/net")
+
+    monkeypatch.setattr(Path, "rglob", vanished)
+    assert run(monkeypatch, "-f", str(tmp_path)) == 2
+    assert "cannot be searched: [Errno 22] Invalid argument: '/proc/1/net'" in capsys.readouterr().err
+
+
+def test_no_patch_can_name_an_object_without_a_name(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`--patch kustomize` refuses an object with generateName, which the other outputs convert."""
+    body = pod(container("a"))
+    body["metadata"] = {"generateName": "p-"}
+    argv = ("--class", f"{GPU}={CLASS}")
+    assert run(monkeypatch, *argv, "--patch", "kustomize", text=stream(body)) == 2
+    assert "no patch can name an object without metadata.name: Pod p-" in capsys.readouterr().err
+    assert run(monkeypatch, *argv, text=stream(body)) == 0
 
 
 def patched(whole: Any, operations: list[dict[str, Any]]) -> Any:
