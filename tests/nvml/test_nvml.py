@@ -231,7 +231,7 @@ def test_partition_is_described_with_parent_and_placement(gpus: FakeGpus) -> Non
     gpu = gpus.gpu(0, node=1)
     part = gpus.partition(0, 2, "2g.10gb")
     device = looked(gpus, mig="single")[part]
-    told = {name: device.attributes[name] for name in device.attributes}
+    told = device.attributes
     assert told["type"] == "mig"
     assert (told["profile"], told["parentUUID"], told["parentIndex"]) == ("2g.10gb", gpu, 0)
     assert (told["gpuInstance"], told["computeInstance"]) == (3, 0)
@@ -657,18 +657,31 @@ def test_missing_python_package_is_said(gpus: FakeGpus, monkeypatch: pytest.Monk
             Session(gpus.places).scan()
 
 
-@pytest.mark.parametrize("function", ["nvmlDeviceGetCount_v2", "nvmlInitWithFlags"])
-async def test_library_that_fails_as_a_whole_is_tried_again(gpus: FakeGpus, until: Until, function: str) -> None:
+@pytest.mark.parametrize(
+    ("functions", "code", "message"),
+    [
+        (["nvmlDeviceGetCount_v2"], 999, ""),
+        (["nvmlInitWithFlags"], 999, ""),
+        (["nvmlDeviceGetCount_v2", "nvmlInitWithFlags"], 9, "the NVIDIA driver is not loaded"),
+    ],
+    ids=["count", "init", "not loaded"],
+)
+async def test_library_that_fails_as_a_whole_is_tried_again(
+    gpus: FakeGpus, until: Until, functions: Sequence[str], code: int, message: str
+) -> None:
     """An error of the whole library changes the GPUs' health only; they stay listed, and recover."""
     uuid = gpus.gpu(0)
     async with closing(source(gpus)) as lists:
         await until(lists, len)
-        gpus.set(f"return.{function}", 999)
-        gpus.write(return__nvmlDeviceGetHandleByIndex_v2=1)  # NVML was shut down, and is initialized again
+        failing = {f"return__{function}": code for function in functions}
+        if not message:
+            failing["return__nvmlDeviceGetHandleByIndex_v2"] = 1  # NVML was shut down, and is initialized again
+        gpus.write(**failing)
         found = await until(lists, lambda found: found[uuid].health is not Health.HEALTHY)
         assert found[uuid].message
-        gpus.set(f"return.{function}", None)
-        gpus.write(return__nvmlDeviceGetHandleByIndex_v2=None)
+        if message:
+            assert (found[uuid].health, found[uuid].message) == (Health.UNHEALTHY, message)
+        gpus.write(**dict.fromkeys(failing))
         await until(lists, lambda found: found[uuid].health is Health.HEALTHY)
 
 
@@ -737,16 +750,6 @@ async def test_recovery_that_the_driver_asks_for_is_unhealthy(gpus: FakeGpus, un
         await until(lists, lambda found: healths(found) == [Health.UNKNOWN])
 
 
-async def test_error_that_says_nothing_makes_health_unknown(gpus: FakeGpus, until: Until) -> None:
-    """An unknown error makes a GPU's health unknown; the GPU is still offered."""
-    gpus.gpu(0)
-    async with closing(source(gpus)) as lists:
-        await until(lists, len)
-        gpus.write(gpu0__return__nvmlDeviceGetMemoryInfo=999)
-        found = await until(lists, lambda found: healths(found) == [Health.UNKNOWN])
-        assert next(iter(found.values())).health.usable
-
-
 # --- coming and going -----------------------------------------------------------------------------
 
 
@@ -777,20 +780,6 @@ async def test_library_that_is_not_there_yet_is_waited_for(
         os.link(library, path)
         await until(lists, lambda found: set(found) == {uuid})
         assert made.notes == ()
-
-
-async def test_driver_that_is_not_loaded_is_waited_for(gpus: FakeGpus, until: Until) -> None:
-    """While the driver is not loaded its GPUs are unhealthy; they recover when it is back."""
-    uuid = gpus.gpu(0)
-    async with closing(source(gpus)) as lists:
-        await until(lists, len)
-        gpus.set("return.nvmlDeviceGetCount_v2", 9)
-        gpus.write(return__nvmlInitWithFlags=9)
-        found = await until(lists, lambda found: found[uuid].health is Health.UNHEALTHY)
-        assert found[uuid].message == "the NVIDIA driver is not loaded"
-        gpus.set("return.nvmlDeviceGetCount_v2", None)
-        gpus.write(return__nvmlInitWithFlags=None)
-        await until(lists, lambda found: found[uuid].health is Health.HEALTHY)
 
 
 async def test_replaced_driver_is_followed_with_its_new_library(tmp_path: Path, gpus: FakeGpus, until: Until) -> None:
