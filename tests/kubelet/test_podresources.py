@@ -90,12 +90,6 @@ async def test_other_work_lets_allocations_in_flight_go_first(monkeypatch: pytes
 # The service.
 
 
-async def test_asking_a_kubelet(fake_kubelet: FakeKubelet) -> None:
-    """`List` of PodResources gives an empty report if the kubelet has no pods."""
-    service = PodResources(fake_kubelet.pod_resources_socket)
-    assert await service.list() == PodResourcesReport()
-
-
 async def test_calls_share_a_connection_until_the_kubelet_ends(
     fake_kubelet: FakeKubelet, monkeypatch: pytest.MonkeyPatch
 ) -> None:

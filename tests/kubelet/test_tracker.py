@@ -325,16 +325,6 @@ async def test_a_checkpoint_that_cannot_be_read(tracked: TrackedKubelet, damage:
     assert set(now.held) == {allocation(pod)}
 
 
-async def test_a_holder_is_known_at_the_next_grant_before_any_scan(tracked: TrackedKubelet) -> None:
-    """A pod is deleted by force before any scan: an Allocate finds it in the checkpoint; its device stays held."""
-    pod = await tracked.run_pod()
-    assert not tracked.tracker.snapshot.held
-    await asyncio.to_thread(pod.force_delete, hang=True)
-    assert set(await tracked.still_held(R, pod.device_ids)) == set(pod.device_ids)
-    now = await tracked.scan()
-    assert {one.device_id for one in now.held} == set(pod.device_ids), "it is remembered from then on"
-
-
 async def test_no_cgroup_is_searched_for_the_id_of_a_pod_that_is_gone(
     tracked: TrackedKubelet, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,39 +11,35 @@ from deviceplugin.testing.numa import Hint, TopologyPolicy, device_hints, merge
 TWO_BY_TWO = {"a": (0,), "b": (0,), "c": (1,), "d": (1,)}
 
 
-def masks(hints: list[Hint] | None) -> list[tuple[set[int], bool]] | None:
-    return None if hints is None else [(set(h.nodes or ()), h.preferred) for h in hints]
-
-
-def test_devices_without_numa_nodes_give_no_hints() -> None:
-    """A resource whose devices have no NUMA nodes gives no hints (None)."""
-    assert device_hints({"a": (), "b": ()}, ["a"], [], 1, (0, 1)) is None
-
-
-def test_preferred_is_the_least_number_of_nodes() -> None:
-    """The preferred hints are those with the least number of NUMA nodes that would suffice if all devices were free."""
-    hints = device_hints(TWO_BY_TWO, TWO_BY_TWO, [], 2, (0, 1))
-    assert masks(hints) == [({0}, True), ({1}, True), ({0, 1}, False)]
-
-
-def test_what_is_taken_makes_wide_hints_unpreferred() -> None:
-    """If each of two NUMA nodes has one free device, two devices need both nodes, and that hint is not preferred."""
-    assert masks(device_hints(TWO_BY_TWO, ["a", "c"], [], 2, (0, 1))) == [({0, 1}, False)]
-
-
-def test_too_few_devices_give_an_empty_list() -> None:
-    """Too few free devices give an empty list of hints, not None."""
-    assert device_hints(TWO_BY_TWO, ["a"], [], 2, (0, 1)) == []
-
-
-def test_reusable_devices_bind_the_node() -> None:
-    """All hints include the NUMA node of a device that the container reuses from an init container."""
-    assert masks(device_hints(TWO_BY_TWO, ["b", "c"], ["a"], 2, (0, 1))) == [({0}, True), ({0, 1}, False)]
-
-
-def test_unknown_nodes_are_left_out() -> None:
-    """NUMA nodes that the machine does not have are ignored."""
-    assert masks(device_hints({"a": (7,), "b": (0,)}, ["a", "b"], [], 1, (0, 1))) == [({0}, True)]
+@pytest.mark.parametrize(
+    ("devices", "free", "reusable", "count", "expected"),
+    [
+        ({"a": (), "b": ()}, "a", "", 1, None),
+        (TWO_BY_TWO, "abcd", "", 2, [({0}, True), ({1}, True), ({0, 1}, False)]),
+        (TWO_BY_TWO, "ac", "", 2, [({0, 1}, False)]),
+        (TWO_BY_TWO, "a", "", 2, []),
+        (TWO_BY_TWO, "bc", "a", 2, [({0}, True), ({0, 1}, False)]),
+        ({"a": (7,), "b": (0,)}, "ab", "", 1, [({0}, True)]),
+    ],
+    ids=[
+        "devices without NUMA nodes give no hints",
+        "the least number of nodes is preferred",
+        "what is taken makes wide hints unpreferred",
+        "too few devices give an empty list",
+        "a reused device binds the node",
+        "nodes that the machine lacks are left out",
+    ],
+)
+def test_hints(
+    devices: dict[str, tuple[int, ...]],
+    free: str,
+    reusable: str,
+    count: int,
+    expected: list[tuple[set[int], bool]] | None,
+) -> None:
+    """A resource's hints are the sets of NUMA nodes that have enough devices; those with the fewest are preferred."""
+    hints = device_hints(devices, list(free), list(reusable), count, (0, 1))
+    assert (None if hints is None else [(set(hint.nodes or ()), hint.preferred) for hint in hints]) == expected
 
 
 @pytest.mark.parametrize(
