@@ -83,18 +83,6 @@ def known_of(known: Known) -> tuple[set[str], set[str]]:
     return known.ids, known.freed
 
 
-def test_a_device_comes_free_once_with_the_first_scan_without_a_holder() -> None:
-    """A granted id is in use at once; the first scan that no longer finds its holder frees it."""
-    known = Known().granted(["a"])
-    assert known.ids == {"a"}
-    known.observed(["a"], 0.0)
-    assert known_of(known) == ({"a"}, set())
-    assert not known.pending
-    known.observed((), 1.0)
-    assert known_of(known) == (set(), {"a"})
-    assert not known.observed((), 2.0).freed
-
-
 def test_a_grant_whose_container_is_never_named_ends_after_two_awake_checkpoints_well_apart() -> None:
     """A grant ends if two current checkpoints, `WELL_APART` seconds apart, do not name its container."""
     known = Known().granted(["a"])
@@ -139,13 +127,6 @@ def test_a_name_that_only_an_old_checkpoint_has_is_not_the_new_holder() -> None:
     assert not known.record("a").holders
     known.observed([named("a")], 1.0)
     assert not known.pending
-
-
-def test_each_grant_waits_as_long_as_the_first() -> None:
-    """A second grant of an id stays pending without a container for as long as the first one."""
-    known = Known().granted(["a"]).observed((), 0.0).granted(["a"]).observed((), WELL_APART)
-    assert known.ids == {"a"}
-    assert known.observed((), 2 * WELL_APART).freed == {"a"}
 
 
 def test_a_scan_that_began_before_a_grant_says_nothing_of_it() -> None:

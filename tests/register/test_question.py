@@ -89,18 +89,6 @@ def asked(state: RegisterSnapshot, *wanted: Use, view: View = VIEW, **more: Any)
 # Parts of the same hardware.
 
 
-@pytest.mark.parametrize("tokens", [("n1",), ()], ids=["token", "name"])
-def test_parts_of_one_device_add_up_to_the_whole(tokens: tuple[str, ...]) -> None:
-    """The granted parts of a device add up to at most the whole device, found by its name or an identity token."""
-    half = held(pod("a::0", *tokens, device="a", amount=HALF))
-    assert asked(half, use("a::1", *tokens, device="a", amount=HALF)) == ""
-    assert asked(half, use("a", *tokens)) == f"a of {R} is held by pod ml/train"
-    both = held(pod("a::0", *tokens, device="a", amount=HALF), pod("a::1", *tokens, device="a", amount=THIRD))
-    assert asked(both, use("a::2", *tokens, device="a", amount=Amount("1/6"))) == ""
-    assert asked(both, use("a::2", *tokens, device="a", amount=Amount("1/5")))
-    assert asked(held(pod("a", *tokens)), use("a::1", *tokens, device="a", amount=Amount("1/100")))
-
-
 def test_parts_of_one_thing_add_up_whatever_it_is_called() -> None:
     """Two devices with a common identity token are the same hardware: their parts add up, and a refusal names both."""
     state = held(pod("a", "n1", amount=HALF), claim("b", "n1", "n2", amount=THIRD))
