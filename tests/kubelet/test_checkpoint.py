@@ -58,13 +58,9 @@ def test_each_version_of_the_file_is_another_file(tmp_path: Path) -> None:
 
 
 def test_a_missing_checkpoint_is_an_error(tmp_path: Path) -> None:
-    """A missing checkpoint is an error: it may be deleted or not yet written, so pods may hold devices."""
+    """A missing or unreadable checkpoint is an error that names the file: pods may hold devices."""
     with pytest.raises(CheckpointError, match=f"{FILE_NAME}: No such file"):
         read(tmp_path)
-
-
-def test_an_unreadable_checkpoint_is_an_error(tmp_path: Path) -> None:
-    """An unreadable checkpoint is an error that names the file."""
     (tmp_path / FILE_NAME).mkdir()
     with pytest.raises(CheckpointError, match=FILE_NAME):
         read(tmp_path)

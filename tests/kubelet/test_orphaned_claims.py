@@ -439,24 +439,3 @@ def test_a_plugin_alone_after_a_bridge_keeps_off_its_claims(
         fake_kubelet.wait_devices(R, 2, timeout=30)
         process.terminate()
         assert process.wait(30) == 0
-
-
-async def test_a_grant_looks_at_the_claim_state_again(tmp_path: Path) -> None:
-    """A grant reads the claim state again: a device that a claim got since the last list is refused."""
-    claims = OrphanedClaims(tmp_path, (), str(tmp_path / "cdi"), reader(PodProcesses()))
-    asked = register(claims)
-    written.write(tmp_path, [])
-    assert not claims.uses()
-    written.write(tmp_path, [claim("a", driver=OLD)])
-    file(tmp_path, "a", driver=OLD)
-    assert not claims.uses()
-    with pytest.raises(DeviceConflictError):
-        await asked.grant(R, {"a": "a"})
-
-
-@pytest.mark.parametrize("quantity", ["10", "10Gi", "100m"])
-def test_quantities_of_counters_are_read(tmp_path: Path, quantity: str) -> None:
-    """A claim file may have amounts of a shared counter as quantities such as 10Gi."""
-    file(tmp_path, ClaimDevice(R, "a", amount=Amount("1", (("chip", "memory", quantity),))), driver=OLD)
-    written.write(tmp_path, [claim("a", driver=OLD)])
-    assert holder(of(tmp_path), R, "a", None) == held(OLD)
