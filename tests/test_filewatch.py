@@ -108,12 +108,6 @@ async def test_hint_for_each_name_that_comes_or_goes(watching: Watching, tmp_pat
         await in_flight(watch)
 
 
-async def test_time_passes_without_a_hint(watching: Watching, tmp_path: Path) -> None:
-    """Without a hint, a wait ends after its timeout and returns False."""
-    watch = await in_flight(watching(tmp_path))
-    assert not await watch.wait(0.01)
-
-
 async def test_hints_are_gathered_but_for_those_that_do_not_wait(watching: Watching, tmp_path: Path) -> None:
     """Hints in quick succession are one hint; a name with the suffix `.sock` gives a hint at once, also by a rename."""
     late, soon = (watching(tmp_path, gather=Gather(seconds, ".sock")) for seconds in (3600.0, 0.01))
@@ -128,18 +122,6 @@ async def test_hints_are_gathered_but_for_those_that_do_not_wait(watching: Watch
     assert not await late.wait(0.01)
     (tmp_path / "file").rename(tmp_path / "kubelet.sock")
     assert await late.wait(LONG)
-
-
-async def test_writes_are_hints_only_if_wanted(watching: Watching, tmp_path: Path) -> None:
-    """A write to a file is a hint only for a watch with NAMES_AND_WRITES."""
-    file = tmp_path / "f"
-    file.write_text("1")
-    names, writes = watching(tmp_path), watching(tmp_path, hints=filewatch.NAMES_AND_WRITES)
-    await in_flight(names)
-    await in_flight(writes)
-    file.write_text("2")
-    assert await writes.wait(LONG)
-    assert not await names.wait(0.05)
 
 
 @pytest.mark.parametrize("first", [True, False])
@@ -171,29 +153,6 @@ async def test_who_wants_writes_hears_of_them_whoever_else_watches_the_directory
     assert not await again.wait(0.2)
     (tmp_path / "b").touch()
     assert await again.wait(LONG)
-
-
-async def test_hints_are_coalesced(watching: Watching, tmp_path: Path) -> None:
-    """Any number of changes before a wait give one hint (wake the waiting task once)."""
-    watch = await in_flight(watching(tmp_path))
-    for number in range(50):
-        (tmp_path / str(number)).touch()
-    assert await watch.wait(LONG)
-    await in_flight(watch)
-    assert not await watch.wait(0.01)
-
-
-async def test_directory_that_is_made_again(watching: Watching, directory: Path) -> None:
-    """A directory that is deleted and created again is watched again, by a watch of its parent."""
-    watch = await in_flight(watching(directory))
-    for _ in range(3):
-        shutil.rmtree(directory)
-        assert await watch.wait(LONG)
-        directory.mkdir()
-        await in_flight(watch)
-        (directory / "f").touch()
-        assert await watch.wait(LONG)
-        await in_flight(watch)
 
 
 async def test_directory_that_is_replaced_between_looks(
@@ -659,8 +618,3 @@ async def test_no_file_operation_in_the_loop(
         await until(lambda: ("stop", False) in calls)
     assert not {name for name, in_loop in calls if in_loop}
     assert {name for name, _ in calls} >= {"schedule", "unschedule", "stop", "stat", "lstat"}
-
-
-async def test_shared_watcher_is_one() -> None:
-    """An event loop has one shared watcher."""
-    assert filewatch.shared() is filewatch.shared()

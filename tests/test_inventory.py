@@ -39,23 +39,6 @@ def test_vanished_device_stays_unhealthy() -> None:
     assert merged(second, [Device("b")]) is second
 
 
-def test_device_that_comes_back_is_whole_again() -> None:
-    """A gone device that is listed again is no longer gone."""
-    gone = merged(merged(InventorySnapshot(R), [Device("a")]), [])
-    back = merged(gone, [Device("a")])
-    assert back.gone == frozenset()
-    assert back.devices["a"] == Device("a")
-
-
-def test_only_gone_devices_can_be_forgotten() -> None:
-    """`without` drops gone devices only, not listed ones."""
-    now = merged(merged(InventorySnapshot(R), [Device("a"), Device("b")]), [Device("b")])
-    assert without(now, ["b", "unknown"]) is now
-    later = without(now, ["a", "b"])
-    assert set(later.devices) == {"b"}
-    assert later.gone == frozenset()
-
-
 def test_duplicate_id_changes_nothing() -> None:
     """A list that names an id twice is refused whole, with the resource and the id in the error."""
     inventory = Inventory(R)
