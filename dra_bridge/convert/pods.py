@@ -204,7 +204,7 @@ def pod_change(spec: Mapping[str, Any], classes: Mapping[str, str]) -> PodChange
             if ends_first(path, container) and others:
                 detail = f"{devices.resource}: {devices.count}, beside {', '.join(str(one.count) for one in others)}"
                 raise UnconvertibleError(RemarkKind.INIT_CONTAINER, name, detail)
-            named.append(claim_name(devices.resource, name))
+            named.append(claim_name(devices.resource, name, claims))
             if named[-1] in {*claims, *_taken(spec)}:
                 raise UnconvertibleError(RemarkKind.NAME_TAKEN, name, f"the pod has a claim {named[-1]}")
             claims[named[-1]] = devices

@@ -30,7 +30,7 @@ class RemarkKind(Enum):
     NO_CLASS = (
         "no-class",
         Level.WARNING,
-        "no DeviceClass is known; give --class NAME=CLASS, or the DeviceClass that names it with the manifests",
+        "no one DeviceClass is known; give --class NAME=CLASS, or the DeviceClass that names it with the manifests",
     )
     ELSEWHERE = (
         "elsewhere",

@@ -18,7 +18,8 @@ _AUTOSCALERS: Final = {"HorizontalPodAutoscaler": "scaleTargetRef", "VerticalPod
 class Surroundings:
     """Facts from all objects of the manifests. namespace: the namespace of objects that name no namespace.
 
-    classes: for each resource, the name of its DeviceClass. patient: names of PriorityClasses whose pods preempt no
+    classes: for each resource, the name of its DeviceClass. rivals: for each resource that several DeviceClasses name,
+    their names; `classes` lacks it. patient: names of PriorityClasses whose pods preempt no
     other pods. autoscaled: for the (namespace, kind, name) of each object that an autoscaler scales, the autoscaler's
     kind and name. quotas: for each limit in a ResourceQuota, the quota's namespace and name, and the resource. specs:
     for the (namespace, name) of each ResourceClaimTemplate, the template's spec.
@@ -26,6 +27,7 @@ class Surroundings:
 
     namespace: str
     classes: Mapping[str, str]
+    rivals: Mapping[str, str]
     patient: frozenset[str]
     autoscaled: Mapping[tuple[str, str, str], str]
     quotas: frozenset[tuple[str, str, str]]
@@ -37,7 +39,7 @@ class Surroundings:
 
         classes: for each resource, the name of its DeviceClass; these names override the DeviceClasses in the objects.
         """
-        named: dict[str, str] = {}
+        named: dict[str, set[str]] = {}
         patient, quotas = set(), set()
         autoscaled, specs = {}, {}
         for body in objects:
@@ -46,7 +48,7 @@ class Surroundings:
             metadata = _mapping(body.get("metadata"))
             name, place = str(metadata.get("name")), str(metadata.get("namespace") or namespace)
             if kind == "DeviceClass" and spec.get("extendedResourceName"):
-                named[str(spec["extendedResourceName"])] = name
+                named.setdefault(str(spec["extendedResourceName"]), set()).add(name)
             elif kind == "PriorityClass" and body.get("preemptionPolicy") == "Never":
                 patient.add(name)
             elif kind in _AUTOSCALERS:
@@ -57,12 +59,17 @@ class Surroundings:
                 quotas |= {(place, name, str(key).removeprefix("requests.")) for key in hard}
             elif template_name(body) is not None:
                 specs[place, name] = body.get("spec")
-        return cls(namespace, {**named, **classes}, frozenset(patient), autoscaled, frozenset(quotas), specs)
+        known = {resource: min(names) for resource, names in named.items() if len(names) == 1} | dict(classes)
+        rivals = {resource: ", ".join(sorted(names)) for resource, names in named.items() if resource not in known}
+        return cls(namespace, known, rivals, frozenset(patient), autoscaled, frozenset(quotas), specs)
 
     def unknown(self, spec: Mapping[str, Any]) -> set[str]:
-        """Return the extended resources in a pod spec's limits for which no DeviceClass is known."""
+        """Return the extended resources in a pod spec's limits without one known DeviceClass, with those of several."""
         asked = {name for _, container in containers_of(spec) for name in extended_resources(container)}
-        return asked - self.classes.keys()
+        return {
+            f"{resource} (several: {self.rivals[resource]})" if resource in self.rivals else resource
+            for resource in asked - self.classes.keys()
+        }
 
     def warnings(
         self, body: Mapping[str, Any], spec: Mapping[str, Any], change: PodChange

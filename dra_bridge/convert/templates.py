@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -42,10 +43,14 @@ class ClaimedDevices:
         }
 
 
-def claim_name(resource: str, container: str) -> str:
-    """Return the name (a DNS label) that a container's claim for a resource gets in the pod."""
+def claim_name(resource: str, container: str, others: Container[str] = ()) -> str:
+    """Return the name (a DNS label) that a container's claim for a resource gets in the pod.
+
+    others: the names of the pod's other new claims. If they have the usual name, the claim gets a hashed one.
+    """
     word = re.sub(r"[^a-z0-9]+", "-", resource.rpartition("/")[2].lower()).strip("-") or "x"
-    return _fitting(f"{word}-{container}", _MAX_LABEL)
+    name = _fitting(f"{word}-{container}", _MAX_LABEL)
+    return name if name not in others else _hashed(name, _MAX_LABEL, f"{resource} {container}")
 
 
 def template_name(body: object) -> str | None:
@@ -59,5 +64,9 @@ def template_name(body: object) -> str | None:
 def _fitting(name: str, most: int) -> str:
     if len(name) <= most:
         return name
-    digits = hashlib.sha256(name.encode()).hexdigest()[:_HASH]
+    return _hashed(name, most, name)
+
+
+def _hashed(name: str, most: int, whole: str) -> str:
+    digits = hashlib.sha256(whole.encode()).hexdigest()[:_HASH]
     return f"{name[: most - _HASH - 1].rstrip('-.')}-{digits}"

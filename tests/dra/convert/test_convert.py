@@ -131,6 +131,19 @@ def test_names_follow_from_what_they_stand_for() -> None:
     assert re.fullmatch(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", claim_name("example.com/" + "x" * 63, "y" * 63))
 
 
+def test_claims_of_equal_names_are_told_apart() -> None:
+    """Claims of two resources whose names end alike, and of two containers, get different names in a pod."""
+    how = Conversion({"a.com/gpu": "a", "b.com/gpu": "b", "a.com/gpu-x": "c"})
+    two = {"name": "m", "resources": {"limits": {"a.com/gpu": 1, "b.com/gpu": 1, "a.com/gpu-x": 1}}}
+    given = pod(two, {"name": "x-m", "resources": {"limits": {"a.com/gpu": 1}}})
+    (changed,) = [one for one in result(given, how=how) if one["kind"] == "Pod"]
+    claims = [claim["name"] for one in changed["spec"]["containers"] for claim in one["resources"]["claims"]]
+    assert len(set(claims)) == 4
+    assert {"gpu-m", "gpu-x-m"} < set(claims)
+    assert all(re.fullmatch(r"gpu(-x)?-m(-[0-9a-f]{10})?", name) for name in claims)
+    assert {one["name"] for one in changed["spec"]["resourceClaims"]} == set(claims)
+
+
 def test_classes_of_the_manifests_are_known() -> None:
     """A DeviceClass with the extended resource's name is used, unless the command line names another class."""
     known = body("DeviceClass", "c", spec={"extendedResourceName": GPU})
@@ -172,6 +185,14 @@ RAY = {**body("RayCluster", "r"), "apiVersion": "ray.io/v1"}
 SAID: dict[str, tuple[RemarkKind, list[dict[str, Any]], str]] = {
     "unchanged": (RemarkKind.UNCHANGED_PODS, [DEPLOYMENT], ""),
     "no class": (RemarkKind.NO_CLASS, [pod({"name": "a", "resources": {"limits": {"a.b/c": 1}}})], "a.b/c"),
+    "two classes": (
+        RemarkKind.NO_CLASS,
+        [
+            *(body("DeviceClass", name, spec={"extendedResourceName": "a.b/c"}) for name in "xyx"),
+            pod({"name": "a", "resources": {"limits": {"a.b/c": 1}}}),
+        ],
+        "a.b/c (several: x, y)",
+    ),
     "a model": (
         RemarkKind.ELSEWHERE,
         [{**RAY, "spec": {"groups": [{"resources": {"limits": {GPU: 1}}}]}}],
