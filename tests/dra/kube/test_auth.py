@@ -435,16 +435,8 @@ class Authority:
         return certificate, key
 
     def _request(self, kind: str, certificate: Path, key: Path, *more: str | Path) -> None:
-        command: list[str | Path] = [
-            "openssl",
-            "req",
-            "-x509",
-            "-newkey",
-            "ec",
-            "-pkeyopt",
-            "ec_paramgen_curve:P-256",
-            "-nodes",
-        ]
+        command: list[str | Path] = ["openssl", "req", "-x509", "-nodes"]
+        command += ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
         command += ["-days", "2", "-config", self.directory / "cnf", "-extensions", kind, "-subj", f"/CN={kind}"]
         subprocess.run([*command, "-out", certificate, "-keyout", key, *more], check=True, capture_output=True)
 

@@ -8,9 +8,11 @@ import json
 import subprocess
 import sys
 import time
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,7 +36,7 @@ from dra_bridge.kube import (
     VersionChangedError,
     auth,
 )
-from dra_bridge.kube.api import GoneError, error_of
+from dra_bridge.kube.api import GoneError, Kind, error_of
 from dra_bridge.testing.apiserver import FakeApiServer, Fault
 from tests.dra.kube.conftest import connected
 from tests.dra.objects import node_body
@@ -310,6 +312,18 @@ async def test_a_missing_object_is_no_missing_version(server: FakeApiServer, clu
 # --- list-and-watch -------------------------------------------------------------------------------
 
 
+@asynccontextmanager
+async def following(
+    server: FakeApiServer, kind: Kind = NODES, field_selector: str = "", **options: Any
+) -> AsyncIterator[tuple[Cluster, AsyncGenerator[Listed | Changed, None]]]:
+    """Connect a client, and list and watch objects of a kind."""
+    async with (
+        connected(server, **options) as cluster,
+        aclosing(cluster.follow(kind, field_selector=field_selector)) as events,
+    ):
+        yield cluster, events
+
+
 def name_of(event: object) -> tuple[str, str]:
     assert isinstance(event, Changed), event
     return event.type, event.object["metadata"]["name"]
@@ -318,10 +332,7 @@ def name_of(event: object) -> tuple[str, str]:
 async def test_follow(server: FakeApiServer) -> None:
     """A watch with a field selector first yields the list, then each change of the selected object."""
     server.create(node_body("a"))
-    async with (
-        connected(server) as cluster,
-        aclosing(cluster.follow(NODES, field_selector="metadata.name=a")) as events,
-    ):
+    async with following(server, field_selector="metadata.name=a") as (_, events):
         first = await anext(events)
         assert isinstance(first, Listed)
         assert [one["metadata"]["name"] for one in first.items] == ["a"]
@@ -348,7 +359,7 @@ def names(event: object) -> list[str]:
 
 async def test_a_lost_connection_is_listed_again(server: FakeApiServer) -> None:
     """After an outage the client lists again; the list shows the changes during the outage."""
-    async with connected(server) as cluster, aclosing(cluster.follow(NODES)) as events:
+    async with following(server) as (_, events):
         assert names(await anext(events)) == []
         server.create(node_body("a"))
         assert name_of(await anext(events)) == ("ADDED", "a")
@@ -360,10 +371,7 @@ async def test_a_lost_connection_is_listed_again(server: FakeApiServer) -> None:
 
 async def test_a_watch_that_ends_as_asked_is_resumed(server: FakeApiServer) -> None:
     """A watch that the server ends after the requested time is resumed without a list, and misses no change."""
-    async with (
-        connected(server, watch_seconds=(1.0, 1.0)) as cluster,
-        aclosing(cluster.follow(NODES)) as events,
-    ):
+    async with following(server, watch_seconds=(1.0, 1.0)) as (_, events):
         assert names(await anext(events)) == []
         coming = asyncio.ensure_future(anext(events))
         await watched(server, 2)
@@ -376,7 +384,7 @@ async def test_restored_storage_is_listed_again(server: FakeApiServer) -> None:
     """After a restore of an older snapshot, the client lists at once and yields the server's objects."""
     server.create(node_body("a"))
     snapshot = server.snapshot()
-    async with connected(server) as cluster, aclosing(cluster.follow(NODES)) as events:
+    async with following(server) as (_, events):
         assert names(await anext(events)) == ["a"]
         server.delete("nodes", "a")
         assert name_of(await anext(events)) == ("DELETED", "a")
@@ -390,10 +398,7 @@ async def test_a_silent_watch_is_listed_again(server: FakeApiServer) -> None:
     """A watch that brings no events and bookmarks for the silence time is listed again; this is not a failure."""
     snapshot = server.snapshot()
     server.create(node_body("a"))
-    async with (
-        connected(server, silence=(0.2, 0.3)) as cluster,
-        aclosing(cluster.follow(NODES)) as events,
-    ):
+    async with following(server, silence=(0.2, 0.3)) as (cluster, events):
         assert names(await anext(events)) == ["a"]
         coming = asyncio.ensure_future(anext(events))
         await watched(server)
@@ -414,7 +419,7 @@ async def test_what_went_wrong_once_cuts_no_watch(server: FakeApiServer, monkeyp
         found["metadata"]["labels"] = {"number": str(number)}
         server.replace(found)
 
-    async with connected(server) as cluster, aclosing(cluster.follow(NODES)) as events:
+    async with following(server) as (cluster, events):
         assert isinstance(await anext(events), Listed)
         server.create(node_body("a"))
         await anext(events)
@@ -445,10 +450,7 @@ async def test_what_went_wrong_once_cuts_no_watch(server: FakeApiServer, monkeyp
 
 async def test_bookmarks_move_the_position(server: FakeApiServer) -> None:
     """A watch that got only bookmarks resumes from them, although the earlier history is compacted."""
-    async with (
-        connected(server, watch_seconds=(1.0, 1.0)) as cluster,
-        aclosing(cluster.follow(NODES, field_selector="metadata.name=a")) as events,
-    ):
+    async with following(server, field_selector="metadata.name=a", watch_seconds=(1.0, 1.0)) as (_, events):
         assert names(await anext(events)) == []
         coming = asyncio.ensure_future(anext(events))
         await watched(server)
@@ -508,10 +510,7 @@ async def test_watches_that_break_off_begin_again_at_one_random_moment(
 
 async def test_gone_is_listed_again(server: FakeApiServer) -> None:
     """After a 410 (the watch's resourceVersion is too old) the client lists again."""
-    async with (
-        connected(server, watch_seconds=(1.0, 1.0)) as cluster,
-        aclosing(cluster.follow(NODES)) as events,
-    ):
+    async with following(server, watch_seconds=(1.0, 1.0)) as (_, events):
         assert isinstance(await anext(events), Listed)
         coming = asyncio.ensure_future(anext(events))
         await watched(server)
@@ -526,7 +525,7 @@ async def test_gone_is_listed_again(server: FakeApiServer) -> None:
 async def test_another_version_is_listed_again() -> None:
     """After an upgrade of the server, the client lists again in the new version."""
     with FakeApiServer(versions=("v1beta1",)) as server:
-        async with connected(server) as cluster, aclosing(cluster.follow(RESOURCE_SLICES)) as events:
+        async with following(server, RESOURCE_SLICES) as (_, events):
             assert isinstance(await anext(events), Listed)
             assert lists(server, "/resource.k8s.io/v1beta1/resourceslices") == 1
             coming = asyncio.ensure_future(anext(events))
@@ -542,7 +541,7 @@ async def test_another_version_is_listed_again() -> None:
 )
 async def test_a_watch_that_makes_no_sense_is_listed_again(server: FakeApiServer, line: str) -> None:
     """A line of a watch that is no valid event counts as one failure; the client lists again."""
-    async with connected(server) as cluster, aclosing(cluster.follow(NODES)) as events:
+    async with following(server) as (cluster, events):
         assert names(await anext(events)) == []
         server.fail(lambda request: request.watch, Fault(code=200, body=line + "\n"))
         assert names(await anext(events)) == []
@@ -616,7 +615,7 @@ async def test_a_long_outage_is_not_hammered() -> None:
 
     with FakeApiServer() as server:
         backoff = Backoff(0.01, 20.0, draw=draw)
-        async with connected(server, backoff=backoff) as cluster, aclosing(cluster.follow(NODES)) as events:
+        async with following(server, backoff=backoff) as (cluster, events):
             assert isinstance(await anext(events), Listed)
             server.stop()
             coming = asyncio.ensure_future(anext(events))
@@ -632,19 +631,6 @@ async def test_a_long_outage_is_not_hammered() -> None:
 
 
 # --- access ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.usefixtures("read_here")
-async def test_kubeconfig(server: FakeApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kubeconfig file is used when it is named, or found by KUBECONFIG."""
-    file = written(tmp_path / "config", server.url, {"token": "t"})
-    server.create(node_body("a"))
-    async with Cluster.from_environment(file) as cluster:
-        await cluster.get(NODES, "a")
-    monkeypatch.setenv("KUBECONFIG", f"{tmp_path / 'missing'}:{file}")
-    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
-    async with Cluster.from_environment() as cluster:
-        await cluster.get(NODES, "a")
 
 
 async def test_no_configuration(tmp_path: Path) -> None:
