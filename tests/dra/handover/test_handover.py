@@ -45,27 +45,6 @@ from tests.dra.ledger.samples import DirectLedger, adopt, grant, reserve
 from tests.model.flow import DEVICES, Flow, Outside, R, Source
 
 
-async def test_a_device_leaves_the_slice_at_once_and_waits_for_its_claim(tmp_path: Path) -> None:
-    """When allocated devices are to return to limits, they leave the slices at once, and each move waits for its claim.
-
-    The claim can still be prepared.
-    """
-    outside = Outside()
-    flow = await Flow.begin(tmp_path, outside, Source())
-    await flow.move(2)
-    outside.record("allocated", "1=a")
-    await flow.move(0, lambda: flow.state("b") is State.PLUGIN)
-    assert flow.state("a") is State.TO_PLUGIN
-    assert flow.slice() == []
-    assert flow.handover.waiting["a"].claim == "default/1"
-    await flow.prepare("1")
-    await flow.move(0, lambda: flow.handover.waiting["a"].claim == "default/1")
-    await flow.unprepare("1")
-    outside.record("deallocated", "1")
-    await flow.move(0)
-    await flow.end()
-
-
 class Clock:
     """A clock that stands still until a test changes it."""
 
@@ -186,19 +165,6 @@ async def test_a_share_that_is_forced_no_more_when_the_claims_are_listed(
         await flow.advance()
     assert {flow.state(name) for name in DEVICES} == {State.TO_PLUGIN}
     assert "until it ends, a kubelet restart would end others" in flow.handover.waiting["b"].text
-    await flow.end()
-
-
-async def test_a_claim_that_comes_late_finds_its_device_at_another_try(tmp_path: Path) -> None:
-    """If no device is to be for claims, an idle device still moves to DRA for a claim, and returns after the claim."""
-    outside = Outside()
-    flow = await Flow.begin(tmp_path, outside, Source())
-    outside.record("allocated", "1=a")
-    await flow.prepare("1")
-    assert flow.state("a") in {State.DRA, State.TO_PLUGIN}
-    await flow.unprepare("1")
-    outside.record("deallocated", "1")
-    await flow.move(0)
     await flow.end()
 
 
