@@ -122,16 +122,6 @@ async def test_a_claim_gets_its_device_and_is_recorded(here: ServedDriver) -> No
     assert here.driver.statistics.prepare.done == 1
 
 
-async def test_prepare_again_answers_the_same(here: ServedDriver) -> None:
-    """A repeated Prepare reads the claim again, gives the same answer, and writes a missing CDI file again."""
-    here.claims.add(claim("1", result("d0", "fpga/big", shareID="s")))
-    first = await here.prepared("1")
-    os.remove(here.cdi / here.files[0])
-    assert await here.prepared("1") == first
-    assert len(here.files) == 1, "a missing file is written again"
-    assert (here.claims.gets, here.driver.statistics.prepared_again) == (2, 1)
-
-
 async def test_a_claim_that_cannot_be_read_is_not_answered_from_the_record(here: ServedDriver) -> None:
     """While the API server is away, a repeated Prepare fails, because the claim's allocation may have changed."""
     here.claims.add(claim("1", result("d0")))
@@ -152,16 +142,6 @@ async def test_each_request_has_a_cdi_device_of_its_own(here: ServedDriver) -> N
     assert (len(left.cdi_ids), len(second.cdi_ids), len(right.cdi_ids)) == (1, 0, 1)
     assert here.edits(*left.cdi_ids)[0]["env"] == ["FPGA_0=1", "FPGA_1=1"]
     assert here.edits(*right.cdi_ids)[0]["env"] == ["FPGA_2=1"]
-
-
-async def test_subrequests_are_stripped_and_shares_named(here: ServedDriver) -> None:
-    """The answer names the request without its `firstAvailable` subrequest, and the share ID of a shared device."""
-    share = "a671734a-e8e5-11e4-8fde-42010af09327"
-    here.claims.add(claim("1", result("d0", "fpga/big", shareID=share)), claim("2", result("d0", shareID="other")))
-    (device,) = (await here.prepared("1")).devices
-    assert (device.request, device.share) == ("fpga", share)
-    await here.prepared("2")
-    assert len(here.async_ledger.snapshot.claims_on(R, ["d0"])) == 2
 
 
 async def test_administrative_access_holds_nothing(here: ServedDriver) -> None:
@@ -447,10 +427,14 @@ async def test_a_hook_that_fails_costs_its_claim_only_and_is_undone(
         ({"status": None}, "not allocated"),
         ({"status": {"allocation": {}}}, "names no device of driver"),
         ({"metadata": 7}, "cannot be parsed"),
+        ({"status": claim("1", result("d0"), pods=[])["status"]}, "not reserved"),
     ],
 )
 async def test_a_claim_that_is_not_the_one_meant_is_refused(here: ServedDriver, change: Any, message: str) -> None:
-    """A claim that was recreated, deallocated or cannot be parsed is refused with a reason for the pod's events."""
+    """A claim that was recreated, deallocated, cannot be parsed, or is not reserved is refused with a reason.
+
+    A claim that is not reserved must not be prepared (nvidia k8s-dra-driver-gpu#1162).
+    """
     here.claims.add({**claim("1", result("d0")), **change} if "metadata" not in change else claim("1"))
     here.claims.claims["claim-1"].update(change)
     assert message in await here.refused("1")
@@ -483,16 +467,6 @@ async def test_an_unhealthy_device_is_given_to_who_tolerates_it(here: ServedDriv
     await here.unprepare("1")
     here.inventory.publish(devices[1:])
     assert "gone" in await here.refused("2")
-
-
-async def test_missing_unreserved_and_unreachable_claims_are_told_apart(here: ServedDriver) -> None:
-    """A claim that is missing, not reserved (nvidia k8s-dra-driver-gpu#1162) or unreadable is refused with a reason."""
-    assert "does not exist" in await here.refused("1")
-    here.claims.add(claim("1", result("d0")))
-    here.claims.claims["claim-1"]["status"]["reservedFor"] = []
-    assert "not reserved" in await here.refused("1")
-    here.claims.broken = ConnectionError("the API server is away")
-    assert "the API server is away" in await here.refused("1")
 
 
 @pytest.mark.parametrize(
@@ -573,15 +547,6 @@ async def test_a_device_of_the_plugins_side_is_refused_and_pulled(serve: Serve) 
     await here.refused("1")
     await here.driver.tasks.wait()
     assert len(here.claims.events) == 1, "said once"
-
-
-async def test_every_claim_of_a_call_is_answered_on_its_own(here: ServedDriver) -> None:
-    """In a call with six claims, three are prepared, and each wrong claim or UID has its own error."""
-    here.claims.add(*(claim(str(n), result(f"d{n}")) for n in range(3)), claim("bad", result("nope")))
-    answers = await here.prepare("0", "1", "2", "bad", "../etc/passwd", "")
-    assert len(answers) == 6
-    assert {uid for uid, answer in answers.items() if isinstance(answer, Prepared)} == {"0", "1", "2"}
-    assert len(here.files) == 3
 
 
 # Time and order.

@@ -417,29 +417,19 @@ def test_what_is_missing_is_said(changes: dict[str, Any], why: str) -> None:
     assert re.search(why, reason)
 
 
-def test_a_driver_that_the_kubelet_refused_is_said() -> None:
-    """A driver that the kubelet refused makes the agent unready, with the kubelet's error."""
-    made = bridge()
-    made.drivers[DRIVER].registrar = SimpleNamespace(
-        registered=False, statistics=registrar.RegistrarStatistics(error="unsupported version")
-    )
-    assert status_of(made).report().unready == [
-        f"driver {DRIVER} is not registered with the kubelet: unsupported version"
-    ]
+def test_a_driver_that_is_not_registered_is_said_while_it_has_something_to_do() -> None:
+    """A driver that is not registered makes the agent unready, with the reason.
 
-
-def test_a_former_driver_is_missed_only_while_it_has_something_to_do() -> None:
-    """A former config's driver that is not registered makes the agent unready only while it has claims to unprepare."""
+    A former config's driver does so only while it has claims to unprepare.
+    """
     made = bridge()
-    former = made.drivers[DRIVER]
-    former.registrar = SimpleNamespace(
-        registered=False, statistics=registrar.RegistrarStatistics(error="its directory is not mounted")
-    )
-    former.resources = {}
-    assert status_of(made).report().unready == [
-        f"driver {DRIVER} is not registered with the kubelet: its directory is not mounted"
-    ]
-    former.driver.records.all = list
+    one = made.drivers[DRIVER]
+    one.registrar = SimpleNamespace(registered=False, statistics=registrar.RegistrarStatistics(error="not mounted"))
+    unready = [f"driver {DRIVER} is not registered with the kubelet: not mounted"]
+    assert status_of(made).report().unready == unready
+    one.resources = {}
+    assert status_of(made).report().unready == unready
+    one.driver.records.all = list
     assert status_of(made).report().unready == []
 
 
