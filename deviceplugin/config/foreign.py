@@ -39,6 +39,11 @@ NVIDIA_VALUES: Final = frozenset(
 """
 MAX_SHOWN: Final = 100
 """Maximum characters of a setting in a note."""
+NVIDIA_ARGUMENT: Final = re.compile(
+    r"(?<!\S)--((?:mig|device-(?:list|id|discovery))-strategy|pass-device-specs|nvidia-driver-root|"
+    r"(?:gds|gdrcopy|mofed)-enabled)(?![-\w])(?:[= \t]+([^\s\"']+))?"
+)
+"""Matches an argument of NVIDIA's plugin that sets a flag of its config file, with the value."""
 OTHER_IDS: Final = (
     "{}: its device ids. Its pods run on, and the agent finds their devices by their containers' device nodes; if the "
     "plugin gave them a directory or a mount, the resource offers no device until they end (docs/existing-plugin.md)"
@@ -98,12 +103,24 @@ def imported(text: str, parse: Callable[[str], object]) -> Imported:
                 continue
             mixed = name
         if resources.setdefault(name, one) != one:
-            made.notes.append(f"{name}: other settings under the same name; the first are taken")
+            other = str({key: value for key, value in one.items() if key != "name"})[:MAX_SHOWN]
+            made.notes.append(f"{name}: other settings under the same name, {other}; the first are taken")
     valid = _valid(list(resources.values()), made, parse)
     if not valid:
         known = "generic-device-plugin, smarter-device-manager, NVIDIA's device plugin"
-        raise UnknownSettingsError("\n".join(["it has no devices of a plugin that is known: " + known, *made.notes]))
+        raise UnknownSettingsError(
+            "\n".join([f"it has no devices of a plugin that is known: {known}", *_mistakes(text), *made.notes])
+        )
     return Imported(valid, list(dict.fromkeys(made.notes)))
+
+
+def _mistakes(text: str) -> list[str]:
+    """Return why a text is no YAML, with the line, as a list; [] if it is YAML."""
+    try:
+        document.compose_all(text)
+    except (yaml.YAMLError, ConfigError) as error:
+        return [f"it is not YAML: {error}"]
+    return []
 
 
 def _valid(resources: list[dict[str, Any]], made: Imported, parse: Callable[[str], object]) -> list[dict[str, Any]]:
@@ -203,6 +220,8 @@ def _in_text(text: str, *, whole: bool = False) -> Iterator[tuple[_Take, Any]]:
     nodes = [node for node in nodes if document.kind(node) in {"map", "seq"} or document.scalar_text(node) not in alone]
     if not nodes and document.FLAG.search(text):
         yield _flags, _words(text)
+    elif not nodes:
+        yield from ((_nvidia_argument, found.groups()) for found in NVIDIA_ARGUMENT.finditer(text))
     for node in nodes:
         yield from _in_node(node)
 
@@ -214,6 +233,8 @@ def _in_node(root: yaml.Node, file: str = "<text>") -> Iterator[tuple[_Take, Any
         node = left.pop()
         if isinstance(node, dict) and _taker(node) is None and (NVIDIA_VALUES | {"gfd"}) & node.keys():
             yield _nvidia_values, node
+        if isinstance(node, dict) and NVIDIA_ARGUMENT.fullmatch(flag := _flag_of(node.get("name"))):
+            yield _nvidia_argument, (flag.removeprefix("--"), node.get("value"))
         if take := _taker(node):
             yield take, node
         elif isinstance(node, str):
@@ -253,6 +274,8 @@ def _taker(node: Any) -> _Take | None:
     if isinstance(specs, list) and any(map(_is_spec, specs)):
         return _generic_file
     if node.get("version") == "v1" and (len(node) == 1 or {"flags", "sharing"} & node.keys()):
+        return _nvidia
+    if "version" not in node and isinstance(node.get("flags"), dict) and NVIDIA_VALUES & node["flags"].keys():
         return _nvidia
     sharing = (node.get("timeSlicing"), node.get("mps"))
     if any(isinstance(one, dict) and "resources" in one for one in sharing):
@@ -535,6 +558,21 @@ def _nvidia_flags(flags: Mapping[str, Any], made: Imported) -> None:
     for key, value in flags.items():
         if value and key not in NVIDIA_FLAGS and (key, value) != ("deviceIDStrategy", "uuid"):
             made.notes.append(f"NVIDIA: {key}" + ("" if isinstance(value, dict) else f" {value}"))
+
+
+def _flag_of(variable: object) -> str:
+    """Return the argument for which an environment variable stands, such as --mig-strategy for MIG_STRATEGY."""
+    return "--" + variable.lower().replace("_", "-") if isinstance(variable, str) and variable.isupper() else ""
+
+
+def _nvidia_argument(argument: tuple[str, Any], made: Imported) -> None:
+    """Add a note for an argument or environment variable of NVIDIA's plugin, as only its config is imported."""
+    flag, value = argument
+    if value not in (False, "false", "none", "envvar", "uuid"):
+        shown = "" if value is None else f" {value}"
+        made.notes.append(
+            f"NVIDIA: --{flag}{shown}, which its plugin prefers to the config; set it in the entry's `nvidia`"
+        )
 
 
 def _nvidia_values(values: Mapping[str, Any], made: Imported) -> None:

@@ -236,7 +236,8 @@ def test_other_settings_under_the_same_name() -> None:
     text = f"config: {{map: {{a: {one.strip()}, b: {other.strip()}, c: {one.strip()}}}}}"
     assert resources(text)["nvidia.com/gpu"]["sharing"] == {"replicas": 4}
     named = [note for note in imported(text).notes if "same name" in note]
-    assert named == ["nvidia.com/gpu: other settings under the same name; the first are taken"]
+    other = "{'devices': [{'nvidia': {}}], 'sharing': {'replicas': 8}}"
+    assert named == [f"nvidia.com/gpu: other settings under the same name, {other}; the first are taken"]
 
 
 @pytest.mark.parametrize(
@@ -462,6 +463,40 @@ def test_flags_of_nvidia_without_a_counterpart_are_named() -> None:
         "NVIDIA: deviceIDStrategy index",
     }
     assert imported("{version: v1, flags: {plugin: {deviceIDStrategy: uuid, passDeviceSpecs: false}}}").notes == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "args: [--mig-strategy=mixed, --pass-device-specs, --device-list-strategy=envvar, --fail-on-init-error=false]",
+        "command: [nvidia-device-plugin, --mig-strategy mixed, --pass-device-specs]",
+        "env: [{name: MIG_STRATEGY, value: mixed}, {name: PASS_DEVICE_SPECS}, {name: GDS_ENABLED, value: 'false'}]",
+        "args: ['nvidia-device-plugin --mig-strategy=mixed --pass-device-specs']",
+    ],
+)
+def test_arguments_of_nvidia_are_named(text: str) -> None:
+    """Arguments and variables of NVIDIA's plugin, which override its config, are noted, with a config or alone."""
+    why = "which its plugin prefers to the config; set it in the entry's `nvidia`"
+    wanted = [f"NVIDIA: --mig-strategy mixed, {why}", f"NVIDIA: --pass-device-specs, {why}"]
+    made = imported(f"a: {{version: v1}}\nb: {{{text}}}")
+    assert [one["name"] for one in made.resources] == ["nvidia.com/gpu"]
+    assert made.notes == wanted
+    with pytest.raises(UnknownSettingsError) as refused:
+        imported(f"{{{text}}}")
+    assert all(note in str(refused.value) for note in wanted)
+
+
+def test_a_config_of_nvidia_without_a_version() -> None:
+    """A config without `version` is of v1, as for NVIDIA's plugin."""
+    made = resources("flags: {migStrategy: single, plugin: {deviceListStrategy: cdi-cri}}")
+    assert made["nvidia.com/gpu"]["devices"] == [{"nvidia": {"mig": "single", "injection": "cdi"}}]
+
+
+@pytest.mark.parametrize("last", ["foo: bar: baz", "- --device={name: kvm, groups: []}"])
+def test_a_mistake_in_yaml_has_a_line(last: str) -> None:
+    """A manifest with flags that is not YAML is refused with the line of the mistake."""
+    with pytest.raises(UnknownSettingsError, match=r"is not YAML: mapping values are not allowed(.|\n)*line 4"):
+        imported(f"args:\n- --device\n- x\n{last}\n")
 
 
 def test_values_of_the_chart_of_nvidia_are_named() -> None:
