@@ -164,6 +164,15 @@ async def test_an_unknown_holder_of_a_part_holds_the_larger_device() -> None:
     await here.grant("p1")
 
 
+async def test_counters_that_were_taken_before_a_driver_was_renamed_are_still_taken() -> None:
+    """A held partition's counters stay taken after a rename of the driver: the whole device is refused."""
+    here = RegisterInMemory(part("half", 5), part("whole", 10))
+    await here.grant("half")
+    here.services.clear()
+    here.add(R, part("half", 5), part("whole", 10), driver="e.example.com")
+    await here.refused("whole", why="does not fit beside half")
+
+
 async def test_a_stick_that_comes_back_is_its_holders_and_its_numbers_are_nobodys() -> None:
     """If a held USB device gets another number, other devices with either number are withheld until its holder ends."""
     first, second = "hardware:usb:1:2:A#tty", "hardware:usb:1:2:B#tty"
@@ -220,6 +229,33 @@ async def test_the_next_holder_of_a_replica_has_the_part_that_it_was_granted() -
     await here.refused("a::2", why="is held by")
     await here.named(R, "a::0", "a::1", pod="next", amount=UNKNOWN)
     await here.grant("a::2")
+
+
+async def test_sticks_that_swap_their_numbers_are_not_held_twice() -> None:
+    """If two held USB devices swap numbers, none counts as held twice; each is withheld until the other is free."""
+    first, second = "hardware:usb:1:2:A#tty", "hardware:usb:1:2:B#tty"
+    here = RegisterInMemory(a=f"{first} char:188:1", b=f"{second} char:188:2")
+    await here.grant("a")
+    await here.grant("b")
+    here.list(a=f"{first} char:188:2", b=f"{second} char:188:1")
+    await here.register.adopt()
+    assert not here.register.held_twice()
+    assert here.withheld() == {"a", "b"}
+    await here.end("a")
+    assert here.withheld() == {"a"}, "the holder of b may reach it"
+    await here.end("b")
+    assert not here.withheld()
+
+
+async def test_another_stick_with_the_number_of_the_first_is_not_the_same_device() -> None:
+    """If the path of a held device leads to another USB device, the device is withheld until the holder has ended."""
+    here = RegisterInMemory(ttyUSB0="hardware:usb:1:2:A#tty char:188:0")
+    await here.grant("ttyUSB0")
+    here.list(ttyUSB0="hardware:usb:1:2:B#tty char:188:0")
+    assert here.withheld() == {"ttyUSB0"}
+    await here.refused("ttyUSB0", why="is held as char 188:0, hardware usb:1:2:A#tty, and is char 188:0, hardware usb")
+    await here.end("ttyUSB0")
+    await here.grant("ttyUSB0")
 
 
 def test_groups_reach_through_others() -> None:
@@ -367,6 +403,17 @@ async def test_what_a_pod_holds_by_another_name_is_withheld(resource: str, name:
     await here.named(resource)
     assert here.withheld() == set()
     await here.grant("a")
+
+
+async def test_what_is_granted_is_read_anew() -> None:
+    """A grant reads the files about other holders again, and is refused for a use that was not there before."""
+    here = RegisterInMemory(a="n1")
+
+    async def reread(*, checkpoint: bool = True) -> None:
+        here.foreign = (other("n1"),)
+
+    here.reread = reread  # type: ignore[method-assign]
+    await here.refused("a", why="the same hardware")
 
 
 async def test_what_others_got_while_a_grant_waited_for_a_hook_is_refused() -> None:
@@ -549,6 +596,28 @@ async def test_nothing_that_a_hook_works_on_after_its_timeout_is_granted() -> No
     await reconciled.get()
     assert here.withheld() == {"b"}
     await here.register.verify([key("a")])
+
+
+async def test_parts_of_what_a_hook_works_on_are_neither_granted_nor_offered() -> None:
+    """While a hook still runs for one half of a device after its timeout, neither half is granted or offered."""
+    halves = [Device(name, consumes={"g": {"m": 5}}, counters={"g": {"m": 10}}) for name in "xy"]
+    here = RegisterInMemory(*halves)
+    over = threading.Event()
+
+    class Slow(DeviceSource):
+        resource = R
+        hook_timeout = 0.01
+
+        def released(self, devices: Sequence[Device]) -> None:
+            over.wait()
+
+    try:
+        assert "did not answer" in await here.register.hooks.start(HookStatistics(), "released", Slow(), [halves[0]])
+        with pytest.raises(DeviceConflictError, match=r"x of .*: `released` is still running on it"):
+            await here.register.verify([key("y")])
+        assert here.withheld("dra") == here.withheld() == {"x", "y"}
+    finally:
+        over.set()
 
 
 async def turns() -> None:
