@@ -154,14 +154,17 @@ def _streams(files: list[str]) -> list[ManifestText]:
 
 def _convert(options: argparse.Namespace) -> int:
     from dra_bridge.convert import kustomize
-    from dra_bridge.convert.convert import Conversion, convert, joined, reverse, title
+    from dra_bridge.convert.convert import Conversion, convert, joined, lost, reverse, title
     from dra_bridge.convert.remarks import Level
 
     classes = _classes(options.classes)
     streams = _streams(options.files or ["-"])
     if options.reverse:
         _write(joined(reverse(streams)))
-        return 0
+        warnings = list(lost(streams))
+        for warning in warnings:
+            print(printable(warning), file=sys.stderr)
+        return int(bool(warnings))
     how = Conversion(classes, options.namespace or "", options.resource_api, options.pod_template_path)
     converted = convert(streams, how)
     if options.patch == "kustomize" and (nameless := [pod.body for pod in converted.pods if not _has_name(pod.body)]):

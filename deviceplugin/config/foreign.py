@@ -109,7 +109,9 @@ def imported(text: str, parse: Callable[[str], object]) -> Imported:
     if not valid:
         known = "generic-device-plugin, smarter-device-manager, NVIDIA's device plugin"
         raise UnknownSettingsError(
-            "\n".join([f"it has no devices of a plugin that is known: {known}", *_mistakes(text), *made.notes])
+            "\n".join(
+                [f"it has no devices of a plugin that is known: {known}", *_mistakes(text), *dict.fromkeys(made.notes)]
+            )
         )
     return Imported(valid, list(dict.fromkeys(made.notes)))
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import yaml
 
+from deviceplugin.naming import RESOURCE
 from dra_bridge.convert import edits
 from dra_bridge.convert.documents import BOM, Document, Tree, UnwritableError, YamlTextError, documents
 from dra_bridge.convert.edits import Edit
@@ -25,7 +28,7 @@ from dra_bridge.convert.pods import (
 )
 from dra_bridge.convert.remarks import Remark, RemarkKind, UnconvertibleError
 from dra_bridge.convert.surroundings import Surroundings
-from dra_bridge.convert.templates import ClaimApi, ClaimedDevices
+from dra_bridge.convert.templates import ClaimApi, ClaimedDevices, template_name
 from dra_bridge.manifests import to_yaml
 
 
@@ -98,6 +101,32 @@ def convert(streams: Iterable[ManifestText], how: Conversion) -> Converted:
 def reverse(streams: Iterable[ManifestText]) -> list[str]:
     """Undo conversions: return the texts that the streams had before `convert` changed them."""
     return [edits.reversed_stream(stream.text) for stream in streams]
+
+
+def lost(streams: Iterable[ManifestText]) -> Iterator[str]:
+    """Yield a warning for each document in which `reverse` also undoes what was changed after the conversion."""
+    for stream in streams:
+        for source in _read(stream):
+            text = edits.reversed_stream(source.document.text)
+            if source.tree is None or text == source.document.text or template_name(source.tree.object) is not None:
+                continue
+            with contextlib.suppress(YamlTextError, RecursionError):
+                if _without_devices(source.tree.object) != _without_devices(Tree(text).object):
+                    where = f"{source.file}:{source.document.line}"
+                    yield f"{where}: warning: marked lines were changed after the conversion; this is undone, too"
+
+
+def _without_devices(value: Any) -> Any:
+    """Return a value of a manifest without what a conversion adds and removes."""
+    if isinstance(value, list):
+        return [_without_devices(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    kept = {key: _without_devices(one) for key, one in value.items() if key not in ("resourceClaims", "claims")}
+    for part in ("limits", "requests"):
+        if isinstance(kept.get(part), dict):
+            kept[part] = {name: one for name, one in kept[part].items() if not re.fullmatch(RESOURCE, str(name))}
+    return {key: one for key, one in kept.items() if one or key not in ("limits", "requests", "resources")}
 
 
 def _read(stream: ManifestText) -> Iterator[_Source]:

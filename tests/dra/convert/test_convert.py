@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 import subprocess
 import sys
@@ -291,6 +292,24 @@ def test_it_is_a_filter_in_both_directions(
     assert b"<stdin>:1: note" in error
     assert run(monkeypatch, "--reverse", text=out.decode()) == 0
     assert capfdbinary.readouterr() == (text.encode(), b"")
+
+
+@pytest.mark.parametrize("style", ["yaml", "json"])
+def test_changes_that_reverse_undoes_are_named(
+    style: str, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    """`--reverse` warns, with status 1, of a change on a marked line after the conversion, as it undoes the change."""
+    given = pod({"name": "m", "resources": {"limits": {"cpu": 1, "memory": "2Gi", GPU: 1}}})
+    text = json.dumps(given) if style == "json" else yaml.safe_dump(given, default_flow_style=None)
+    assert run(monkeypatch, "--class", f"{GPU}={CLASS}", text=text) == 0
+    marked = capfdbinary.readouterr().out.decode()
+    assert run(monkeypatch, "--reverse", text=marked) == 0
+    capfdbinary.readouterr()
+    changed = "\n".join(
+        line if "dra-bridge: was" in line else line.replace("2Gi", "3Gi") for line in marked.split("\n")
+    )
+    assert run(monkeypatch, "--reverse", text=changed) == 1
+    assert b"warning: marked lines were changed after the conversion" in capfdbinary.readouterr().err
 
 
 def test_files_and_directories_are_read(

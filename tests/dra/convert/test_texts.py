@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from dra_bridge.convert.convert import Conversion, Converted, ManifestText, convert, reverse
+from dra_bridge.convert.convert import Conversion, Converted, ManifestText, convert, lost, reverse
 from dra_bridge.convert.documents import Tree, YamlTextError, documents
 from dra_bridge.convert.edits import ADDED, WAS
 from dra_bridge.convert.pods import containers_of, objects_in, pod_specs
@@ -74,6 +74,7 @@ def test_every_layout_is_converted_and_taken_back(manifest: Manifest) -> None:
     assert limits(text) == expected
     assert back(text) == manifest.text
     assert back(manifest.text) == manifest.text
+    assert list(lost([ManifestText("in.yaml", text)])) == []
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
