@@ -85,8 +85,11 @@ async def test_a_device_is_released_after_each_holder() -> None:
     assert source.calls == [["a"]] * 2, "it is not called again at once"
 
 
-async def test_a_failed_release_is_tried_alone_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_failed_release_is_tried_alone_after_a_while(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """If `released` fails for two devices, it is called for each alone later, and only the broken one is withheld."""
+    caplog.set_level("INFO")
     monkeypatch.setattr(releases, "FIRST", 0.0)
     here = RegisterInMemory(a="n1", b="n2")
     source = wiping(here)
@@ -99,6 +102,7 @@ async def test_a_failed_release_is_tried_alone_after_a_while(monkeypatch: pytest
     source.broken.clear()
     await look(here)
     assert here.withheld() == set()
+    assert caplog.messages[-1] == "device a is no longer withheld: `released` has succeeded"
     await here.grant("a", "b")
 
 
