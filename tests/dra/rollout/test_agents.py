@@ -42,6 +42,15 @@ async def asked(server: FakeApiServer, *nodes: str, namespace: str = "") -> Answ
         return await ask_agents(cluster, nodes, namespace)
 
 
+async def answers_of(server: FakeApiServer, still: Still | dict[str, Any], **pod: Any) -> Answers:
+    """Return what is read of an agent on node n1 with this state or this answer to `/status`. pod: see `agent_pod`."""
+    server.create(agent_pod("n1", **pod))
+    answer = status(still) if isinstance(still, Still) else still
+    server.proxied = lambda path: (200, answer)
+    server.forget_log()
+    return await asked(server, "n1")
+
+
 async def test_holders_and_health_of_now(server: FakeApiServer) -> None:
     """The holder and health of each device come from its agent's answer to the request; no object is written."""
     held = {
@@ -51,10 +60,7 @@ async def test_holders_and_health_of_now(server: FakeApiServer) -> None:
     one = resource("a", Device("b").with_health(Health.UNHEALTHY, "too hot"), "c", "d", held=held)
     object.__setattr__(one, "snapshot", merged(one.snapshot, [one.snapshot.devices[name] for name in "abc"]))
     object.__setattr__(one, "withheld", {"a": Withheld("unknown", "not known")})
-    server.create(agent_pod("n1", **READY))
-    server.proxied = lambda path: (200, status(Still(one)))
-    server.forget_log()
-    answers = await asked(server, "n1")
+    answers = await answers_of(server, Still(one), **READY)
     assert answers.devices == {
         ("n1", RESOURCE, "a"): DeviceNow("healthy", holder="pod ml/train", withheld="not known", state="plugin"),
         ("n1", RESOURCE, "b"): DeviceNow("unhealthy", "too hot", holder="pod 1234", state="plugin"),
@@ -75,9 +81,7 @@ async def test_problems_of_the_agent_itself(server: FakeApiServer) -> None:
     object.__setattr__(one, "registered", False)
     still = Still(one)
     still.config_error = "the config file is refused, nothing is changed: x"
-    server.create(agent_pod("n1"))
-    server.proxied = lambda path: (200, status(still))
-    answers = await asked(server, "n1")
+    answers = await answers_of(server, still)
     unready = f"it is not ready: {RESOURCE}: not registered with the kubelet"
     assert answers.problems == {"n1": (unready, "the config file is refused, nothing is changed: x")}
     assert ("n1", RESOURCE, "a") in answers.devices
@@ -87,9 +91,7 @@ async def test_problems_of_the_agent_itself(server: FakeApiServer) -> None:
 async def test_adopted_resources(server: FakeApiServer, connected: bool) -> None:
     """An agent's answer has the adopted resources; a vendor plugin that is not connected is a problem of the agent."""
     own, theirs = resource("a"), resource("b", name="v/x", vendor=VendorConnection(connected=connected, since=60.0))
-    server.create(agent_pod("n1"))
-    server.proxied = lambda path: (200, status(Still(own, theirs)))
-    answers = await asked(server, "n1")
+    answers = await answers_of(server, Still(own, theirs))
     assert answers.adopted == {("n1", "v/x"): connected}
     problem = "v/x: the vendor's plugin is not registered with the agent since 1970-01-01T00:01:00Z"
     assert answers.problems == ({} if connected else {"n1": (problem,)})
@@ -113,9 +115,7 @@ async def test_claims_of_a_plugin_that_is_away(server: FakeApiServer) -> None:
     places = {("v/x", name): DeviceLocation(State.DRA) for name in ("g0", "g1")}
     claims = [ClaimedDevice("v/x", "g0", "ml", "c")]
     still.providers.append(Reporting(ProviderReport(claims=claims, locations=places)))
-    server.create(agent_pod("n1"))
-    server.proxied = lambda path: (200, status(still))
-    answers = await asked(server, "n1")
+    answers = await answers_of(server, still)
     assert not answers.devices
     assert {key: (device.state, device.claims) for key, device in answers.unlisted.items()} == {
         ("n1", "v/x", "g0"): ("dra", ("ml/c",)),
@@ -131,12 +131,8 @@ async def test_claims_of_a_plugin_that_is_away(server: FakeApiServer) -> None:
 async def test_what_moves_wait_for_now(server: FakeApiServer) -> None:
     """The reason of a wait in an agent's answer replaces the one in the slice, if the device's state is the same."""
     device = {"id": "a", "health": "healthy", "state": "to-dra", "waits": "pod default/train-0"}
-    server.create(agent_pod("n1"))
-    server.proxied = lambda path: (
-        200,
-        {"holdersKnown": True, "resources": [{"resource": RESOURCE, "devices": [device]}]},
-    )
-    answers = await asked(server, "n1")
+    said = {"holdersKnown": True, "resources": [{"resource": RESOURCE, "devices": [device]}]}
+    answers = await answers_of(server, said)
     stale = "ListAndWatch to show it Unhealthy"
     for state, waits in ((State.TO_DRA, "pod default/train-0"), (State.TO_PLUGIN, stale)):
         view = NodeView("n1", "d", devices=(ReportedDevice(state, 1, "", stale, resource=RESOURCE, name="a"),))
@@ -145,9 +141,8 @@ async def test_what_moves_wait_for_now(server: FakeApiServer) -> None:
 
 async def test_pages_with_tls(server: FakeApiServer) -> None:
     """If the agent's probes use HTTPS, the proxy request uses HTTPS too."""
-    server.create(agent_pod("n1", 9999, readinessProbe={"httpGet": {"scheme": "HTTPS"}}))
-    server.proxied = lambda path: (200, status(Still(resource("a"))))
-    assert ("n1", RESOURCE, "a") in (await asked(server, "n1")).devices
+    secured = {"port": 9999, "readinessProbe": {"httpGet": {"scheme": "HTTPS"}}}
+    assert ("n1", RESOURCE, "a") in (await answers_of(server, Still(resource("a")), **secured)).devices
     assert server.requests("GET", "/pods/https:agent-n1:9999/proxy/status")
 
 
@@ -155,9 +150,7 @@ async def test_agent_without_a_checkpoint(server: FakeApiServer) -> None:
     """Without a recent checkpoint the holder of a device is unknown with a reason, and its health is known."""
     still = Still(resource("a"))
     still.scanned_at = None
-    server.create(agent_pod("n1"))
-    server.proxied = lambda path: (200, status(still))
-    answers = await asked(server, "n1")
+    answers = await answers_of(server, still)
     assert answers.devices == {("n1", RESOURCE, "a"): DeviceNow("healthy", holder=None, state="plugin")}
     assert answers.reasons == {"n1": "its agent has not read the kubelet's checkpoint lately"}
 
@@ -264,11 +257,9 @@ async def test_pods_of_others_are_not_asked(server: FakeApiServer) -> None:
 
 async def test_the_namespace_of_agents_is_not_known(server: FakeApiServer) -> None:
     """Without the right to list bindings, the binding dra-bridge is read; if that fails, the error asks for `-n`."""
-    server.create(agent_pod("n1"))
-    server.proxied = lambda path: (200, status(Still(resource("a"))))
     lists = Fault(code=403, message="you may not list bindings")
     server.fail(lambda request: request.path.endswith("/clusterrolebindings"), lists, times=2)
-    assert ("n1", RESOURCE, "a") in (await asked(server, "n1")).devices
+    assert ("n1", RESOURCE, "a") in (await answers_of(server, Still(resource("a")))).devices
     server.fail(lambda request: request.path.endswith("/clusterrolebindings/dra-bridge"), Fault(code=403, message="no"))
     assert (await asked(server, "n1")).reasons == {"n1": "no; name the namespace of the agents by -n"}
     server.delete("clusterrolebindings", "dra-bridge")
@@ -280,9 +271,7 @@ async def test_helm_puts_its_own_label_on_the_binding(server: FakeApiServer) -> 
     """A binding named dra-bridge is found although Helm has replaced its managed-by label."""
     server.delete("clusterrolebindings", "dra-bridge")
     server.create(binding(label="Helm"))
-    server.create(agent_pod("n1"))
-    server.proxied = lambda path: (200, status(Still(resource("a"))))
-    assert ("n1", RESOURCE, "a") in (await asked(server, "n1")).devices
+    assert ("n1", RESOURCE, "a") in (await answers_of(server, Still(resource("a")))).devices
 
 
 async def test_no_right_to_list_pods(server: FakeApiServer) -> None:
