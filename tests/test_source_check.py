@@ -187,10 +187,7 @@ MISTAKES: list[tuple[Callable[[], Any], str]] = [
         lambda: source_with(prepare=lambda self, device, config: None)(),
         r"Wrong\.prepare gets a list of devices, .*, not `device`",
     ),
-    (
-        lambda: source_with(prefer=lambda self, devices: devices)(),
-        r"as prefer\(available, must_include, size\)",
-    ),
+    (lambda: source_with(prefer=lambda self, devices: devices)(), r"as prefer\(available, must_include, size\)"),
     (lambda: source_with(config_type={"mode": str})(), r"Wrong\.config_type must be a class .*, not {'mode'"),
     (lambda: source_with(config_type=Toys)(), r"Wrong\.config_type must be a class .*, not <class"),
     (lambda: source_with(config_type=5)(), r"Wrong\.config_type must be a class .*, not 5"),
@@ -280,10 +277,7 @@ async def test_lists_of_anything_else_are_refused_with_their_place(listed: Calla
     [
         ({"watch": lambda _: iter([[Device("a"), Device("a")]])}, r"Wrong\.watch: device id 'a' is listed twice"),
         ({"watch": lambda _: [Device("a")]}, r"Wrong\.watch \(.*check\.py:\d+\) must yield .*: write yield \[\.\.\.\]"),
-        (
-            {"replicas": 2, "replicas_of": lambda *_: 5},
-            r"replicas_of must return 1 to 2 .*, not 5 for device 'a'",
-        ),
+        ({"replicas": 2, "replicas_of": lambda *_: 5}, r"replicas_of must return 1 to 2 .*, not 5 for device 'a'"),
         ({"replicas": 2, "replicas_of": lambda *_: "2"}, r"Wrong\.replicas_of must return 1 to 2 .*, not '2'"),
         ({"replicas": 2, "replicas_of": refusing}, "OSError: no"),
     ],

@@ -191,22 +191,10 @@ def test_wrong_resource_name_is_refused(name: str, advice: str) -> None:
             ".group",
             "needs one that is always",
         ),
-        (
-            "{group: [/dev/a, /dev/b], container: /dev/c}",
-            ".container",
-            "write each part as {path: ...",
-        ),
+        ("{group: [/dev/a, /dev/b], container: /dev/c}", ".container", "write each part as {path: ..."),
         ("{container: /dev/c}", "", "an entry needs one of path, simulated"),
-        (
-            "path: [/dev/a, /dev/b]",
-            ".path",
-            "make each path an entry of its own, or write `group`",
-        ),
-        (
-            "{path: /dev/a, permissions: rw}",
-            ".permissions",
-            "it is a key of $.resources[0]; indent it like",
-        ),
+        ("path: [/dev/a, /dev/b]", ".path", "make each path an entry of its own, or write `group`"),
+        ("{path: /dev/a, permissions: rw}", ".permissions", "it is a key of $.resources[0]; indent it like"),
         ("{usb: {serial: x}, vendor: '0403'}", ".vendor", "it belongs under `usb`; indent it"),
         ("{path: /dev/a, replicas: 4}", ".replicas", "write `sharing: {replicas: 4}` in $.resources[0]"),
         ("{path: /dev/a, count: 4}", ".count", "write `sharing: {replicas: 4}` in $.resources[0]"),
@@ -242,11 +230,7 @@ def test_wrong_entry_is_named_with_advice(entry: str, path: str, advice: str) ->
     [
         ("", 1, "is empty; it needs `resources:`"),
         ("# nothing\n", 1, "is empty"),
-        (
-            "apiVersion: v1\nkind: ConfigMap\ndata: {}\n",
-            1,
-            "is a Kubernetes object (ConfigMap), not a config file",
-        ),
+        ("apiVersion: v1\nkind: ConfigMap\ndata: {}\n", 1, "is a Kubernetes object (ConfigMap), not a config file"),
         ("apiVersion: v1\nkind: Pod\n", 1, "is a Kubernetes object (Pod), not a config file"),
         ("image: {}\nconfig:\n  resources: []\n", 1, "looks like values of the Helm chart"),
         ("resources:\n- devices: [{path: /dev/tty[AB]*}]\n", 2, 'put a glob with brackets in quotes: "/dev/tty[AB]*"'),
