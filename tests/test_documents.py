@@ -139,10 +139,7 @@ def test_examples_of_claims_start_anywhere(path: Path) -> None:
 
 
 def test_the_deployment_of_a_stick(tmp_path: Path) -> None:
-    """The example Deployment for a USB stick runs one pod with the resource of the config in the example's comment.
-
-    The pod's liveness probe fails if the device node is missing or is no device.
-    """
+    """The example Deployment of a USB stick has the resource of its config, and a probe that needs the device node."""
     text = (EXAMPLES / "stick-deployment.yaml").read_text()
     deployment = yaml.safe_load(text)
     assert (deployment["spec"]["strategy"], deployment["spec"]["replicas"]) == ({"type": "Recreate"}, 1)

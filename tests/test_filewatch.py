@@ -358,10 +358,7 @@ async def test_what_cannot_be_watched_is_read_again(
     cause: UnwatchedCause,
     words: str,
 ) -> None:
-    """A directory that cannot be watched is reported once with the cause; waits end after `unwatched` seconds.
-
-    Once the cause is gone, the directory is watched and gives hints.
-    """
+    """A directory that cannot be watched is reported once with its cause, is read again, and is watched later."""
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(*call, refusing(number) if number else lambda *_, **__: False)
     watch, other = watching(tmp_path), watching(tmp_path / "d")
@@ -521,10 +518,7 @@ async def test_file_system_that_ceases_to_answer_just_before_it_is_watched(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """A file system hangs in `inotify_add_watch`: a new instance watches the other directories.
-
-    The blocked instance ends once the file system answers.
-    """
+    """While `inotify_add_watch` hangs, a new instance watches the other directories; the blocked one ends later."""
     monkeypatch.setattr(unwatched, "SILENT", 0.2)
     (slow := tmp_path / "slow").mkdir()
     before = await in_flight(watching(directory))

@@ -95,10 +95,7 @@ happenings = st.lists(
 def test_health_of_gpus_follows_the_rules_through_a_day(
     happened: list[tuple[int, int, Any]], failures: int, successes: int, quiet: float | None
 ) -> None:
-    """24 hours of XIDs, removed, added and lost GPUs, driver reloads and hangs, compared with the model.
-
-    At every scan the reported health of each GPU is that of the model for the GPU's own history since it was added.
-    """
+    """Through 24 hours of XIDs, removed and lost GPUs, reloads and hangs, each GPU has the health of the model."""
     now = 0.0
     rules = HealthRules(failures, successes, quiet)
     source = NvidiaSource(rules=rules, clock=lambda: now)
@@ -216,10 +213,7 @@ def test_open_probe_opens_as_far_as_the_permissions_go(tmp_path: Path, monkeypat
 
 
 def test_command_probe_tells_by_its_status(tmp_path: Path) -> None:
-    """Status 0 is good, 75 is unreadable, other statuses are bad with the last line of output.
-
-    The command gets the device's id and nodes as arguments and in environment variables.
-    """
+    """Status 0 is good, 75 unreadable, others bad; the command gets the id and nodes as arguments and variables."""
     script = tmp_path / "check"
     script.write_text('#!/bin/sh\necho first; echo "$1 $2 $DEVICE_ID $DEVICE_NODES"; exit $(cat "$0.status")\n')
     script.chmod(0o755)
@@ -370,10 +364,7 @@ async def test_probe_that_fails_by_itself_tells_nothing() -> None:
 
 
 async def test_configured_probe_withdraws_and_offers_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A configured probe command makes a device unhealthy after `failures` bad probes.
-
-    The device is healthy again after `successes` good ones; the unhealthy device is logged.
-    """
+    """A device is unhealthy after `failures` bad probes, which is logged, and healthy after `successes` good ones."""
     caplog.set_level("DEBUG")
     for name in ("a", "b"):
         (tmp_path / name).touch()

@@ -106,10 +106,7 @@ async def test_an_error_is_the_callers() -> None:
 
 
 async def test_devices_are_unhealthy_while_a_look_at_them_hangs() -> None:
-    """While a read of a device's path hangs, all devices of the resource are unhealthy, with the path as the reason.
-
-    Afterwards they have the health with which they were listed.
-    """
+    """While a read of a device's path hangs, all devices of the resource are unhealthy; then they are as listed."""
     gate, inventory = Gate(), Inventory(R)
     inventory.publish([Device("a"), Device("b", health=Health.UNHEALTHY, message="broken")])
     with pytest.raises(LookTimeoutError):

@@ -122,10 +122,7 @@ def test_methods_of_other_names_are_the_authors(name: str) -> None:
 
 
 def test_a_name_like_that_of_a_hook_the_class_has_is_a_helpers() -> None:
-    """A method may have a name similar to a hook's if its class has that hook, or if it comes from another base class.
-
-    An attribute that is no method may have such a name, too.
-    """
+    """A name similar to a hook's is accepted if the class has the hook, for attributes, and from another base class."""
     check_source(source_with(released=nothing, release=nothing)())
     check_source(source_with(edit="text")())
     other = type("Other", (), {"release": nothing})

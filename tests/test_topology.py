@@ -171,10 +171,7 @@ class TestPreferred:
         assert preferred(ids, (), size, score) == reference(ids, (), size, score)
 
     def test_ties_among_sixteen_are_broken_by_what_is_left_in_the_end(self) -> None:
-        """Of two islands of 9 and 7, four devices come from the island of 7.
-
-        Either choice leaves three more sets of four; this choice leaves the island of 9 whole.
-        """
+        """Of two islands of 9 and 7, four devices come from the island of 7, which leaves the island of 9 whole."""
         score = scores(16, lambda a, b: 100 if (a < 9) == (b < 9) else 10)
         assert (
             preferred(gpus(*range(16)), (), 4, score)

@@ -219,10 +219,7 @@ def test_parts_of_a_device() -> None:
 
 
 def test_what_a_claim_waits_for() -> None:
-    """A message says why a claim waits.
-
-    It names the first cause: class, slices, selectors, taints, other claims, counters, or constraints.
-    """
+    """A message names the first cause why a claim waits, such as its class, slices, selectors, taints or counters."""
 
     def why(wanted: Object, *slices: Object, taken: tuple[Object, ...] = ()) -> str:
         assert given(wanted, *slices, taken=taken) is None

@@ -73,10 +73,7 @@ def test_a_claim_has_parameters(fake_node: FakeNode, bridged: Bridged) -> None:
 
 
 def test_devices_are_shared_out(fake_node: FakeNode, bridged: Bridged) -> None:
-    """When `bridged` returns, the requested number of devices is for claims.
-
-    Limits and claims give the same container edits.
-    """
+    """`bridged` returns once the requested devices are for claims; both sides give the same container edits."""
     bridged(Fpga(), share=1)
     assert fake_node.allocatable(R) == 1
     by_limits = fake_node.run_pod("limits", {R: 1})

@@ -27,10 +27,7 @@ def test_a_node_that_grows_misses_limits() -> None:
 
 
 def test_a_load_with_pods_that_fail_or_share_a_device_misses_limits() -> None:
-    """Failed pods, devices that two pods had, pods that never ran, and too many reads each miss a limit.
-
-    During a rollout only the first two have a limit.
-    """
+    """Failed pods, shared devices, pods that never ran and many reads miss limits; in a rollout the first two do."""
     assert missed(LOAD) == []
     wrong = replace(LOAD, ran=95, failed=["why"], overlaps=["two"], requests={"get resourceclaims": 1.5})
     assert len(missed(wrong)) == 4

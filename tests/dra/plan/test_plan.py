@@ -104,10 +104,7 @@ def test_rights_of_the_caller_are_findings() -> None:
 
 
 def test_the_agents_rights_are_those_of_the_manifests() -> None:
-    """The roles that `manifests` prints, under any name, have all rights of agents.
-
-    Without bindings there is a finding.
-    """
+    """The roles of `manifests` have all rights of agents, under any name; without bindings there is a finding."""
     text = f"resources: [{{name: {BOARD}, driver: {DRIVER}, devices: [path: /dev/x]}}]"
     for how in (Deployment(), Deployment(name="other", namespace="elsewhere", claim_status=True)):
         objects = [one for one in manifests(config.parse(text), text, how) if one["kind"] != "DeviceClass"]

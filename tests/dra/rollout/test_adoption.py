@@ -107,10 +107,7 @@ def test_two_host_paths_of_the_plugin_watcher() -> None:
 
 
 def test_surge_is_taken_away_and_put_back_last() -> None:
-    """Adoption sets maxSurge to 0, because two plugin pods would register with kubelet and agent at once.
-
-    Undo restores maxSurge last.
-    """
+    """Adoption sets maxSurge to 0, because two plugin pods would register at once; undo restores maxSurge last."""
     strategy = {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": "20%", "maxUnavailable": 0}}
     vendors = daemon_set(PLUGINS, metadata={"annotations": {"a": "b"}}, updateStrategy=strategy)
     made = applied(vendors, adopt(vendors, [AGENT], {"n1"}).commands[0])
@@ -289,10 +286,7 @@ def test_it_prints_and_changes_nothing(server: FakeApiServer, command: Callable[
 def test_the_way_back_asks_the_agents(
     server: FakeApiServer, command: Callable[..., tuple[int, str, str]], option: str
 ) -> None:
-    """Undo is refused if an agent that serves claims has no metrics port, so that its claims are unknown.
-
-    This also holds for an agent without `--adopt`.
-    """
+    """Undo is refused if an agent that serves claims has no metrics port, also an agent without `--adopt`."""
     before = {"hostPaths": {"v0": {"path": PLUGINS, "type": ""}}}
     server.create(daemon_set(OURS, metadata={"annotations": {adoption.BEFORE: json.dumps(before)}}))
     server.create(plugin_pod(server))

@@ -237,10 +237,7 @@ async def test_an_agent_without_slices_says_so(server: FakeApiServer) -> None:
 
 
 async def test_pods_of_others_are_not_asked(server: FakeApiServer) -> None:
-    """Only pods in the agents' namespace are asked: pods in other namespaces could forge answers.
-
-    The namespaces are those of the ServiceAccounts in the manifests' ClusterRoleBindings, or the named one.
-    """
+    """Only pods in the namespaces of the bindings, or in the named one, are asked: other pods could forge answers."""
     forged = agent_pod("n1")
     forged["metadata"]["namespace"] = "team"
     server.create(forged)

@@ -88,10 +88,7 @@ def test_no_used_node_is_drained_while_a_rollout_runs(
 
 @given(share=SHARES, count=st.integers(1, 4), former=st.frozensets(st.integers(0, 3), min_size=1))
 def test_nodes_of_former_agents_stay_marked(share: str, count: int, former: frozenset[int]) -> None:
-    """An agent of an older version keeps an empty slice, so the nodes of its group stay marked against scale-down.
-
-    They also keep the annotation that requests a slice. No rollout waits for that slice to go.
-    """
+    """Nodes of older agents, which keep empty slices, stay marked against scale-down; no rollout waits for them."""
     names = [f"n{number}" for number in range(count)]
     old = frozenset(name for number, name in enumerate(names) if number in former)
     group = Group({name: {} for name in names}, old)
@@ -162,11 +159,7 @@ def test_what_status_says_of_marks() -> None:
 
 
 def test_a_lease_has_the_report() -> None:
-    """The report about a node is read from its Lease.
-
-    An agent of an older version has its report in a ResourceSlice, which takes precedence. A slice whose annotation has
-    only names of resources has no report.
-    """
+    """A node's report is read from its Lease, or from a ResourceSlice of an older agent, which takes precedence."""
     report = Progress({R: ResourceProgress("none", {"plugin": 4})}, qualifiers={R: ""})
     names = Progress({}, qualifiers={R: ""})
     lease = {"metadata": {"name": "n1", "annotations": {progress.annotation(D): progress.encoded(report)}}}

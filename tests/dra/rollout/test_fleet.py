@@ -59,10 +59,7 @@ def test_distance(requested: str | None, counts: Mapping[str, int], left: int) -
 
 
 def test_settled_only_once_the_agent_knows() -> None:
-    """In a rollout, a node is finished only after its agent has read the requested share (devices for claims).
-
-    This holds even if as many devices as requested are already for claims.
-    """
+    """A node is finished only after its agent has read the requested share, even if its devices are there already."""
     at_rest = view(requested="all", counts={"dra": 4})
     assert fleet.finished(at_rest)
     assert at_rest.reported is not None
