@@ -105,23 +105,29 @@ class Blocking(Failing):
         raise self._error
 
 
-@pytest.mark.parametrize("kind", [Failing, Blocking])
-def test_a_watch_that_fails_is_not_waited_for(served: Callable[..., Served], kind: type[Failing]) -> None:
+MISSING = FileNotFoundError(2, "No such file or directory", "/sys/class/nonesuch")
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "text"),
+    [
+        (Failing, OSError("no such hardware"), "OSErr"),
+        (Blocking, OSError("no such hardware"), "OSErr"),
+        (Failing, MISSING, "FileNotFoundError: .* '/sys/class/nonesuch'"),
+    ],
+    ids=["async", "plain", "a missing file is named"],
+)
+def test_a_watch_that_fails_is_not_waited_for(
+    served: Callable[..., Served], kind: type[Failing], error: OSError, text: str
+) -> None:
     """If `watch` raises before its first list, `served` fails at once, and the exception is the cause of its error."""
-    error = OSError("no such hardware")
     began = time.monotonic()
     with pytest.raises(
-        RuntimeError, match=r"example\.com/failing: watch failed before its first list: OSErr"
+        RuntimeError, match=rf"example\.com/failing: watch failed before its first list: {text}"
     ) as failure:
         served(Things("a"), kind(error), timeout=60.0)
     assert failure.value.__cause__ is error
     assert time.monotonic() - began < 30.0
-
-
-def test_a_file_that_is_missing_is_named(served: Callable[..., Served]) -> None:
-    """If `watch` fails because a directory of sysfs is missing, the error has the directory's path."""
-    with pytest.raises(RuntimeError, match=r"first list: FileNotFoundError: .* '/sys/class/nonesuch'"):
-        served(Failing(FileNotFoundError(2, "No such file or directory", "/sys/class/nonesuch")), timeout=60.0)
 
 
 class Alike(Things):
@@ -204,6 +210,8 @@ def test_wrong_arguments_are_refused_at_once(fake_kubelet: FakeKubelet, served: 
         fake_kubelet.wait_until(wrong)
     with pytest.raises(TypeError, match="there is no source to serve"):
         served()
+    with pytest.raises(TypeError, match=r"Things is a class; a source is an instance of it: Things\(\)"):
+        served(Things)
     assert not fake_kubelet.pods
 
 
@@ -213,12 +221,6 @@ def test_the_end_of_an_agent_names_its_cause(fake_kubelet: FakeKubelet, served: 
         served(Things("a"), Things("b"))
     with pytest.raises(RuntimeError, match=r"the agent has ended: .*perod"):
         served(Things("a"), perod=0.1)
-
-
-def test_a_class_is_not_served(served: Callable[..., Served]) -> None:
-    """If `served` gets a source's class instead of an instance, it raises TypeError."""
-    with pytest.raises(TypeError, match=r"Things is a class; a source is an instance of it: Things\(\)"):
-        served(Things)
 
 
 def test_wait_until_takes_any_condition(fake_kubelet: FakeKubelet) -> None:
@@ -270,15 +272,6 @@ def test_period_is_how_soon_released_is_called(fake_kubelet: FakeKubelet, served
     fake_kubelet.wait_until(lambda: source.free == ["a"], 60.0, "the first release, of all idle devices")
     fake_kubelet.run_pod("p", {"example.com/thing": 1}).delete()
     fake_kubelet.wait_until(lambda: source.free == ["a", "a"], 60.0)
-
-
-def test_without_a_kubelet(fake_kubelet: FakeKubelet) -> None:
-    """An agent can be started while the kubelet is down, and registers when the kubelet starts."""
-    fake_kubelet.stop()
-    with serve(Things("a"), fake_kubelet, timeout=None) as running:
-        assert running.alive
-        fake_kubelet.start()
-        running.wait_registered()
 
 
 def test_the_plugin_is_cheap() -> None:
