@@ -57,6 +57,8 @@ def check_source(source: object) -> None:
         if not fits(value := getattr(source, field)):
             raise TypeError(f"{kind}.{field} must be {right}, not {value!r}")
     check_names(kind, source.resource, source.driver)
+    if type(source).watch is DeviceSource.watch:
+        raise TypeError(f"{kind} has no `watch`; define it, as a generator of device lists")
     for name in ("watch", *source.hooks, "replicas_of", "child_sources"):
         if mistake := _mistake(name, getattr(source, name)):
             raise TypeError(f"{kind}.{name} {mistake}")

@@ -502,6 +502,24 @@ def test_validate_warns_of_one_thing_under_two_ids(tmp_path: Path, capsys: pytes
     assert "the same hardware" not in capsys.readouterr().err
 
 
+def test_validate_agrees_with_devices_about_two_paths_to_one_device(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of several paths in one resource to one file, a device is made of one; `devices` names the others."""
+    (tmp_path / "node").touch()
+    for number in range(5):
+        (tmp_path / f"link{number}").symlink_to("node")
+    file = tmp_path / "config.yaml"
+    file.write_text(f"resources: [{{name: a.b/c, devices: [path: {tmp_path}/*nk*, path: {tmp_path}/node]}}]")
+    assert cli.main(["validate", str(file)]) == 0
+    assert "the same hardware" not in capsys.readouterr().err
+    file.write_text(f"resources: [{{name: a.b/c, devices: [path: {tmp_path}/link0, path: {tmp_path}/link0]}}]")
+    assert cli.main(["devices", str(file)]) == 0
+    out = capsys.readouterr().out
+    assert "a.b/c: 1 device\n" in out
+    assert "found by two entries and served once, as the first entry has it" in " ".join(out.split())
+
+
 def test_validate_says_where_a_shared_node_belongs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """If two devices share a node and have others of their own, the warning says where the shared node belongs."""
     entries = []

@@ -158,6 +158,7 @@ MISTAKES: list[tuple[Callable[[], Any], str]] = [
     (lambda: late(resource=None), r"Toys\.resource must be a string, not None"),
     (lambda: late(driver=5), r"Toys\.driver must be a string, not 5"),
     (lambda: source_with(watch=coroutine)(), r"Wrong\.watch must yield lists of devices, not return one"),
+    (lambda: source_with(watch=DeviceSource.watch)(), r"Wrong has no `watch`; define it"),
     (lambda: source_with(edits=generator)(), r"Wrong\.edits must return its result, not yield it"),
     (lambda: source_with(reset=generate)(), r"Wrong\.reset must return its result, not yield it"),
     (lambda: source_with(replicas_of=coroutine)(), r"Wrong\.replicas_of must be a plain function, not async"),

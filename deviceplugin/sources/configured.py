@@ -96,7 +96,13 @@ def overlaps(resources: Iterable[ResourceConfig]) -> list[str]:
     for resource in resources:
         configured[resource.name] = resource
         entries = [PathSource(*entry.parts) for entry in resource.devices if entry.parts]
-        listed = {device.id: device for entry in entries for device in entry.scan() if is_wanted(device, resource)}
+        listed: dict[str, Device] = {}
+        owned: set[str] = set()
+        for device in (device for entry in entries for device in entry.scan() if is_wanted(device, resource)):
+            hosts = _hosts(device)
+            if device.id not in listed and owned.isdisjoint(hosts):  # `ConfiguredSource` serves only these.
+                listed[device.id] = device
+                owned.update(hosts)
         notes |= {f"{resource.name}: {note}": None for note in nodeless(listed.values())}
         for name, tokens in identity.identities(list(listed.values())).items():
             tokens_by_key[resource.name, name] = tokens
@@ -111,6 +117,12 @@ def overlaps(resources: Iterable[ResourceConfig]) -> list[str]:
                         text += "; a node that they only share belongs under `nodes`"
                     notes[text] = None
     return list(notes)
+
+
+def _hosts(device: Device) -> list[str]:
+    """Return the host paths of a device's nodes, with links resolved, and of its mounts."""
+    hosts = [node.real for node in device.nodes]  # type: ignore[union-attr]  # Device made them so
+    return hosts + [mount.host for mount in device.edits.mounts]
 
 
 def nodeless(devices: Iterable[Device]) -> list[str]:
@@ -335,15 +347,15 @@ class ConfiguredSource(DeviceSource):
         served: dict[str, _Served] = {}
         owners: dict[str, str] = {}  # For each host path of a node or mount, the id of its device.
         left_out: dict[str, None] = {}
+        twice: list[str] = []
         pairs = ((entry, device) for entry, listed in zip(self.entries, lists, strict=True) for device in listed or ())
         for entry, device in pairs:
             if not is_wanted(device, self.config):
                 continue
             if device.id in served:
-                left_out[f"{device.id} is found by two entries and served once"] = None
+                twice.append(device.id)
                 continue
-            hosts = [node.real for node in device.nodes]  # type: ignore[union-attr]  # Device made them so
-            hosts += [mount.host for mount in device.edits.mounts]
+            hosts = _hosts(device)
             outside = next((host for host in hosts if not self._lock.allows(host)), None)
             if outside is not None:
                 left_out[f"{device.id} is left out: {self._lock.refusal(outside)}"] = None
@@ -363,6 +375,8 @@ class ConfiguredSource(DeviceSource):
             before = self._served.get(device.id)
             made = before.device if before is not None and before.listed is device else self._with_settings(device)
             served[device.id] = _Served(entry, device, made)
+        if twice:
+            left_out[f"{some(twice, 3)}: found by two entries and served once, as the first entry has it"] = None
         for note in sorted(left_out.keys() - self._left_out.keys()):
             _LOG.warning("%s", note, extra={"resource": self.resource})
         self._served, self._left_out = served, left_out
