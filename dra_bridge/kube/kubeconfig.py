@@ -60,7 +60,8 @@ def main() -> None:
     """
     # An interruption ends this process without a traceback; the parent process reports the interruption.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    with os.fdopen(os.dup(1), "wb") as output:
+    # If the parent process has ended, no one reads the answer.
+    with contextlib.suppress(BrokenPipeError), os.fdopen(os.dup(1), "wb") as output:
         # kubernetes_asyncio lets credential plugins ask the user only if standard output is a terminal; so this
         # process uses standard error as standard output.
         os.dup2(2, 1)

@@ -547,6 +547,16 @@ def loaded(code: str) -> set[str]:
     return found
 
 
+def test_the_reader_of_kubeconfigs_ends_silently_with_its_parent() -> None:
+    """If the parent process has ended before the answer, the reader ends without a traceback."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    code = "import sys; sys.argv[1:] = ['/nosuch']; from dra_bridge.kube import kubeconfig; kubeconfig.main()"
+    done = subprocess.run([sys.executable, "-c", code], stdout=writing, stderr=subprocess.PIPE, text=True, timeout=60)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_an_agent_loads_no_kubernetes_client(tmp_path: Path) -> None:
     """The agent's process does not load the reader of kubeconfigs, which runs in another process."""
     file = kubeconfig(tmp_path / "config", {"token": "t"})
