@@ -6,7 +6,6 @@ import contextlib
 import logging
 import os
 import stat
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -35,7 +34,7 @@ from deviceplugin.source import DeviceSource
 from deviceplugin.sources.simulated import SimulatedSource
 from deviceplugin.testing import FakeKubelet, Served, serve
 from deviceplugin.wire import deviceplugin_pb2 as pb
-from tests.testing.bare import BarePlugin
+from tests.testing.bare import BarePlugin, Hold
 
 R = "example.com/r"
 NOW = 1_000_000.0
@@ -315,14 +314,19 @@ def test_a_directory_of_another_plugin_names_no_device(kubelet: FakeKubelet) -> 
         kubelet.wait_allocatable(R, 2)
 
 
+def insist(kubelet: FakeKubelet, agent: Served, stack: contextlib.ExitStack) -> None:
+    """Have four other plugins register, each after the agent has registered again; they stop at the stack's end."""
+    for number in range(4):
+        plugin = BarePlugin(kubelet.device_plugin_dir, "theirs", resource=R, endpoint=f"theirs-{number}.sock")
+        stack.callback(plugin.stop)
+        plugin.register()
+        kubelet.wait_until(lambda: agent.agent.status().resources[0].registration.registrations == number + 2)  # noqa: B023
+
+
 def test_a_plugin_that_insists_is_answered_ever_more_slowly(kubelet: FakeKubelet) -> None:
     """If other plugins register again and again, the agent registers more and more slowly (kubernetes#124716)."""
     with serve(SimulatedSource(2, resource=R), kubelet) as agent, contextlib.ExitStack() as stack:
-        for number in range(4):
-            plugin = BarePlugin(kubelet.device_plugin_dir, "theirs", resource=R, endpoint=f"theirs-{number}.sock")
-            stack.callback(plugin.stop)
-            plugin.register()
-            kubelet.wait_until(lambda: agent.agent.status().resources[0].registration.registrations == number + 2)  # noqa: B023
+        insist(kubelet, agent, stack)
         times = [one.at for one in kubelet.registrations if one.endpoint.startswith("example.com_r")]
         assert times[-1] - times[-2] > 0.05
 
@@ -340,27 +344,17 @@ def test_one_that_insists_while_claims_have_devices_is_answered_at_once(
     monkeypatch.setattr(registration, "LOOK", 3600.0)
     monkeypatch.setattr(Endpoint, "kept_back", frozenset({"sim-0"}))
     with serve(SimulatedSource(2, resource=R), kubelet) as agent, contextlib.ExitStack() as stack:
-        for number in range(4):
-            plugin = BarePlugin(kubelet.device_plugin_dir, "theirs", resource=R, endpoint=f"theirs-{number}.sock")
-            stack.callback(plugin.stop)
-            plugin.register()
-            kubelet.wait_until(lambda: agent.agent.status().resources[0].registration.registrations == number + 2)  # noqa: B023
+        insist(kubelet, agent, stack)
 
 
 def test_while_it_is_not_registered_again_the_agent_is_not_ready(kubelet: FakeKubelet) -> None:
     """Until the kubelet takes the agent's registration again, the agent is not ready, and names the other plugin."""
-    gate = threading.Event()
-
-    def wait(method: str) -> None:
-        if method == "ListAndWatch":
-            gate.wait(10)
-
     with serve(SimulatedSource(2, resource=R), kubelet) as agent:
         plugin = BarePlugin(kubelet.device_plugin_dir, "theirs", resource=R)
-        plugin.before_answer = wait
+        hold = Hold(plugin, "ListAndWatch")
         plugin.register()
         kubelet.reject_registrations(8, "not now")
-        gate.set()
+        hold.let_go.set()
         kubelet.wait_until(lambda: len(kubelet.rejections) > 5)
         assert not agent.agent.status().resources[0].registered
         (why,) = unready(agent.agent.status())
@@ -472,23 +466,17 @@ def test_what_it_gave_is_withheld_until_its_pod_ends(
 
 def test_a_device_with_two_holders_is_told_whatever_its_ids(kubelet: FakeKubelet, cards: Path) -> None:
     """One pod has a device from the agent, another has the same from another plugin: it is reported as held twice."""
-    gate = threading.Event()
-
-    def wait(method: str) -> None:
-        if method == "ListAndWatch":
-            gate.wait(10)
-
     with serve(Cards(cards), kubelet, period=0.1) as agent:
         (held,) = kubelet.run_pod("ours", {R: 1}).device_ids
         plugin = BarePlugin(kubelet.device_plugin_dir, "theirs", resource=R)
         plugin.response = answer(cards / held)
-        plugin.before_answer = wait
+        hold = Hold(plugin, "ListAndWatch")
         plugin.register()
         pod = kubelet.run_pod("theirs", {R: 1})
         assert plugin.allocations == [list(pod.device_ids)] != [[held]]
         kubelet.wait_until(lambda: foreign(agent) == 1)  # seen by the allocation: that plugin has sent no list
         kubelet.wait_until(lambda: agent.agent.status().resources[0].held_twice == {held})
-        gate.set()
+        hold.let_go.set()
         plugin.stop()
         pod.delete()
         kubelet.wait_until(lambda: not agent.agent.status().resources[0].held_twice)
