@@ -8,26 +8,9 @@ from pathlib import Path
 import pytest
 
 from deviceplugin import config
-from deviceplugin.config import ConfigError, parse
-from tests.config.files import WHOLE
+from deviceplugin.config import ConfigError
 
 ROOT = Path(__file__).parent.parent.parent
-
-
-def test_file_is_read(tmp_path: Path) -> None:
-    """`load` parses a file's content."""
-    file = tmp_path / "config.yaml"
-    file.write_text(WHOLE)
-    assert config.load(file) == config.load(str(file)) == parse(WHOLE)
-
-
-def test_error_names_the_file(tmp_path: Path) -> None:
-    """An error about a file's content names the file as it was given."""
-    file = tmp_path / "config.yaml"
-    file.write_text("resources: 1")
-    with pytest.raises(ConfigError) as caught:
-        config.load(file)
-    assert str(caught.value).startswith(f"{file}:1: $.resources: expected a list")
 
 
 @pytest.mark.parametrize(

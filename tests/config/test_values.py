@@ -30,15 +30,6 @@ def test_every_key_is_read() -> None:
     assert (one.dra.share, one.dra.drain) == ("50%", "wait")
 
 
-def test_what_is_left_out_has_its_default() -> None:
-    """A resource with only a name and devices is read-write, not shared, with topology and without claims."""
-    one = parse("resources: [{name: a/b, devices: [path: /dev/x]}]").resources[0]
-    assert (one.permissions, one.sharing.replicas, one.topology) == ("rw", 1, True)
-    assert (one.dra.share, one.dra.drain) == ("none", "cordon")
-    assert (dict(one.env), one.mounts, dict(one.annotations), one.cdi) == ({}, (), {}, ())
-    assert (dict(one.attributes), dict(one.capacity)) == ({}, {})
-
-
 def test_attributes_become_those_of_devices() -> None:
     """Attributes keep their four kinds; a version becomes a Version."""
     attributes = typed_attributes(parse(WHOLE).resources[0].attributes)
