@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import http.client
 import json
 import re
 import ssl
@@ -32,7 +31,6 @@ from prometheus_client.parser import text_string_to_metric_families as read_plai
 import deviceplugin
 import dra_bridge
 from deviceplugin import config
-from deviceplugin.addresses import parse_address
 from deviceplugin.config import MetricsConfig
 from deviceplugin.device import Device, Health
 from deviceplugin.kubelet.paths import Paths
@@ -51,7 +49,7 @@ from deviceplugin.testing.kubelet import FakeKubelet
 from deviceplugin.testing.plugin import Served
 from deviceplugin.unwatched import Unwatched, UnwatchedCause, WatchFailure
 from deviceplugin.version import VERSION
-from tests.metrics.test_web import make_certificate
+from tests.metrics.test_web import get, make_certificate
 from tests.metrics.views import RESOURCE, Still, resource
 from tests.programs import promtool, running
 from tests.waits import wait
@@ -93,11 +91,8 @@ class Seen:
         self.server = server
 
     def get(self, path: str, **headers: str) -> tuple[int, str]:
-        connection = http.client.HTTPConnection(*parse_address(self.server.address), timeout=20)
-        with contextlib.closing(connection):
-            connection.request("GET", path, headers=headers)
-            answer = connection.getresponse()
-            return answer.status, answer.read().decode()
+        status, answer, _ = get(self.server, path, None, "GET", **headers)
+        return status, answer.decode()
 
     def metrics(self) -> Samples:
         status, text = self.get("/metrics")
@@ -161,6 +156,13 @@ def samples(view: AgentView, name: str = "") -> list[Any]:
     """Return the samples of a view, of one metric or of all."""
     families = AgentCollector(lambda: view).collect()
     return [one for family in families for one in family.samples if name in ("", one.name)]
+
+
+def placed(view: AgentView) -> AgentView:
+    """Return a view of one device, after the device has moved to claims at the time 1.7e9."""
+    (one,) = view.resources
+    (seen,) = one.devices
+    return replace(view, resources=(replace(one, devices=(replace(seen, location=DeviceLocation(State.DRA, 1.7e9)),)),))
 
 
 class Loop:
@@ -269,21 +271,15 @@ class TestRunningAgent:
         """Directories that cannot be watched for file events are counted by cause, with a series for each cause."""
         still = Still(resource("a"))
         still.unwatched = (Unwatched(WatchFailure(UnwatchedCause.INSTANCES), ("/dev", "/sys")),)
-        families = {family.name: family for family in AgentCollector(still.observer().view).collect()}
-        counted = {
-            sample.labels["reason"]: sample.value for sample in families["deviceplugin_unwatched_directories"].samples
-        }
+        found = samples(still.observer().view(), "deviceplugin_unwatched_directories")
+        counted = {sample.labels["reason"]: sample.value for sample in found}
         assert counted == {"instances": 2, "watches": 0, "files": 0, "silent": 0, "error": 0}
 
     def test_points_in_time_are_named_so(self) -> None:
         """A metric with Unix seconds ends with `_timestamp_seconds`."""
-        view = Still(resource("a")).observer().view()
-        (one,) = view.resources
-        placed = replace(one.devices[0], location=DeviceLocation(State.DRA, 1.7e9))
-        view = replace(view, resources=(replace(one, devices=(placed,)),))
-        assert {sample.name for sample in samples(view) if sample.value > 1e9} == {
-            "deviceplugin_device_state_since_timestamp_seconds"
-        }
+        view = placed(Still(resource("a")).observer().view())
+        times = {sample.name for sample in samples(view) if sample.value > 1e9}
+        assert times == {"deviceplugin_device_state_since_timestamp_seconds"}
 
     def test_holders_come_and_go(self, watched: Callable[..., tuple[FakeKubelet, Seen]]) -> None:
         """Each holder is a series of value 1 while it holds the device; other series do not change."""
@@ -497,11 +493,8 @@ class TestCollector:
     )
     def test_format_is_negotiated(self, accept: str, content_type: str, loop: Loop) -> None:
         """A client gets one of the known formats, whatever it asks for."""
-        server = loop.serving(Still(resource("a")).agent).server
-        connection = http.client.HTTPConnection(*parse_address(server.address), timeout=20)
-        with contextlib.closing(connection):
-            connection.request("GET", "/metrics", headers={"Accept": accept})
-            assert connection.getresponse().headers["Content-Type"].partition("; charset")[0] == content_type
+        _, _, headers = get(loop.serving(Still(resource("a")).agent).server, "/metrics", Accept=accept)
+        assert headers["Content-Type"].partition("; charset")[0] == content_type
 
     @promtool
     def test_promtool_finds_nothing_wrong(self, loop: Loop) -> None:
@@ -518,13 +511,6 @@ class TestCollector:
         done = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, timeout=60)
         assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
 
-    def test_help_says_where_it_comes_from(self, loop: Loop) -> None:
-        """The help of device and holder metrics names the source of the values."""
-        text = loop.serving(Still(resource("a")).agent).get("/metrics")[1]
-        helps = [line for line in text.splitlines() if line.startswith("# HELP")]
-        assert any("PodResources" in line for line in helps)
-        assert any("source" in line for line in helps)
-
     def test_own_quantities_become_metrics(self, loop: Loop) -> None:
         """A source may measure quantities of its own; the parts of a quantity have the label `part`."""
         observer = Still(resource("a")).measured(a={"packets_total": 3, "lane_errors": {"0": 1}})
@@ -539,10 +525,7 @@ class TestCollector:
 
     def test_no_source_can_give_a_metric_that_is_there_already(self) -> None:
         """A measured quantity cannot have the name of another metric."""
-        view = Still(resource("a")).observer().view()
-        (one,) = view.resources
-        placed = replace(one.devices[0], location=DeviceLocation(State.DRA, 1.0))
-        view = replace(view, resources=(replace(one, devices=(placed,)),))
+        view = placed(Still(resource("a")).observer().view())
         names = {family.name for family in AgentCollector(lambda: view).collect()}
         assert {name.removeprefix("deviceplugin_device_") for name in names if "_device_" in name} == load.TAKEN
 
@@ -589,22 +572,23 @@ class TestCollector:
 class TestStart:
     """Start and end of the metrics."""
 
-    def test_metrics_off_costs_nothing(self) -> None:
-        """An agent without metrics loads neither the client library nor a web server."""
-        code = (
-            "import sys, deviceplugin.node.agent, deviceplugin.cli\n"
-            "late = 'prometheus_client http.server deviceplugin.metrics.collectors deviceplugin.metrics.views'\n"
-            "print([m for m in late.split() if m in sys.modules])"
-        )
-        assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
-
-    def test_metrics_load_nothing_for_pages(self) -> None:
-        """An agent with metrics loads neither the page nor a codec for host names before they are used."""
-        code = (
-            "import sys, deviceplugin.metrics.collectors\n"
-            "deviceplugin.metrics.web.listen('127.0.0.1:0').close()\n"
-            "print([m for m in ('deviceplugin.metrics.page', 'encodings.idna') if m in sys.modules])"
-        )
+    @pytest.mark.parametrize(
+        ("code", "late"),
+        [
+            (
+                "import sys, deviceplugin.node.agent, deviceplugin.cli",
+                "prometheus_client http.server deviceplugin.metrics.collectors deviceplugin.metrics.views",
+            ),
+            (
+                "import sys, deviceplugin.metrics.collectors; deviceplugin.metrics.web.listen('127.0.0.1:0').close()",
+                "deviceplugin.metrics.page encodings.idna",
+            ),
+        ],
+        ids=["without metrics", "with metrics"],
+    )
+    def test_what_is_not_needed_is_not_loaded(self, code: str, late: str) -> None:
+        """Without metrics no client library and web server are loaded; with metrics no page and codec of host names."""
+        code = f"{code}; print([m for m in {late!r}.split() if m in sys.modules])"
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
         assert (done.stdout, done.stderr) == ("[]\n", "")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import gzip
 import http.client
 import logging
@@ -72,13 +73,8 @@ def serve() -> Iterator[Callable[..., Server]]:
 def get(
     server: Server, path: str = "/metrics", tls: ssl.SSLContext | None = None, method: str = "GET", **headers: str
 ) -> tuple[int, bytes, dict[str, str]]:
-    host, port = parse_address(server.address)
-    connection = (
-        http.client.HTTPSConnection(host, port, timeout=10, context=tls)
-        if tls
-        else http.client.HTTPConnection(host, port, timeout=10)
-    )
-    with contextlib.closing(connection):
+    of = functools.partial(http.client.HTTPSConnection, context=tls) if tls else http.client.HTTPConnection
+    with contextlib.closing(of(*parse_address(server.address), timeout=20)) as connection:
         connection.request(method, path, headers={name.replace("_", "-"): value for name, value in headers.items()})
         answer = connection.getresponse()
         return answer.status, answer.read(), dict(answer.getheaders())
@@ -125,35 +121,21 @@ class TestAddress:
         with pytest.raises(OSError, match="is not host:port"):
             parse_address(address)
 
-    def test_address_in_use_is_an_error(self, serve: Callable[..., Server]) -> None:
-        """A second server at an address in use is an error."""
-        server = serve()
-        with pytest.raises(OSError, match="in use"):
-            listen(server.address)
-
     def test_unknown_host_is_an_error_that_names_it(self) -> None:
         """An unknown host is an error that names the host."""
         with pytest.raises(OSError, match=r"nowhere\.invalid"):
             listen("nowhere.invalid:0")
 
-    @pytest.mark.parametrize("client", ["127.0.0.1", "::1"])
-    def test_without_a_host_both_families_reach_it(self, client: str, serve: Callable[..., Server]) -> None:
-        """:port listens for IPv4 and IPv6."""
+    @pytest.mark.parametrize(("address", "client"), [(":0", "127.0.0.1"), (":0", "::1"), ("[::1]:0", "::1")])
+    def test_families_reach_it(self, address: str, client: str, serve: Callable[..., Server]) -> None:
+        """:port listens for IPv4 and IPv6; [::1]:port is shown with its brackets."""
         if client == "::1" and not socket.has_dualstack_ipv6():
             pytest.skip("this machine has no IPv6")
-        port = parse_address(serve(":0").address)[1]
-        connection = http.client.HTTPConnection(client, port, timeout=10)
-        with contextlib.closing(connection):
-            connection.request("GET", "/metrics")
-            assert connection.getresponse().read() == b"one 1\n"
-
-    def test_an_ipv6_address_is_served(self, serve: Callable[..., Server]) -> None:
-        """[::1]:port is served and shown with its brackets."""
-        if not socket.has_dualstack_ipv6():
-            pytest.skip("this machine has no IPv6")
-        server = serve("[::1]:0")
-        assert server.address.startswith("[::1]:")
-        assert get(server)[0] == 200
+        server = serve(address)
+        assert server.address.startswith("[::1]:") is (address == "[::1]:0")
+        with socket.create_connection((client, parse_address(server.address)[1]), timeout=10) as connection:
+            connection.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
+            assert read(connection).endswith(b"one 1\n")
 
 
 class TestAnswers:
@@ -168,11 +150,6 @@ class TestAnswers:
         status, body, _ = get(serve(), "/metric")
         assert status == 404
         assert b"/metrics" in body
-
-    def test_nothing_can_be_written(self, serve: Callable[..., Server]) -> None:
-        """Methods other than GET and HEAD are refused."""
-        for method in ("POST", "PUT", "DELETE"):
-            assert get(serve(), method=method)[0] == 501
 
     def test_head_has_no_body(self, serve: Callable[..., Server]) -> None:
         """HEAD has the length and no body."""
@@ -275,15 +252,6 @@ class TestRequests:
             for byte in b"GET /healthz HTTP/1.1\r\nA: b\r\n\r\n":
                 client.sendall(bytes([byte]))
             assert read(client).startswith(b"HTTP/1.0 200 OK\r\n")
-
-    def test_a_head_has_a_limit(self, serve: Callable[..., Server]) -> None:
-        """A request line without end is cut off."""
-        server = serve()
-        with connect(server) as client:
-            with contextlib.suppress(ConnectionError):
-                client.sendall(b"GET /" + b"a" * 1_000_000)
-            assert is_cut(client)
-        assert get(server)[0] == 200
 
 
 class TestSharing:
@@ -391,39 +359,6 @@ class TestSharing:
         server = serve(routes={"/page": Route(render)})
         assert [get(server, "/page")[0] for _ in range(2)] == [500, 200]
 
-    def test_flood_of_requests_keeps_nobody_out(
-        self, serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """While 60 clients send 300 requests each, other clients are answered, and one page is rendered at most."""
-        renderings: list[int] = []
-
-        def render(key: object) -> Answer:
-            renderings.append(1)
-            return Answer(LONG)
-
-        monkeypatch.setattr(web, "LIFETIME", 600.0)
-        server = serve(routes={**routes(), "/status": Route(render)})
-        over = threading.Event()
-
-        def flood() -> None:
-            while not over.is_set():
-                with contextlib.suppress(OSError), connect(server) as client:
-                    client.sendall(b"GET /status HTTP/1.1\r\n\r\n" * 300)
-                    is_cut(client)
-
-        threads = [threading.Thread(target=flood) for _ in range(60)]
-        for thread in threads:
-            thread.start()
-        try:
-            for _ in range(20):
-                assert get(server)[0] == 200
-                assert get(server, "/healthz")[0] == 200
-        finally:
-            over.set()
-            for thread in threads:
-                thread.join(20)
-        assert sum(renderings) <= 1
-
     def test_probes_are_answered_while_no_page_is(self, serve: Callable[..., Server]) -> None:
         """While a page's rendering hangs, and more clients wait than allowed, probes are answered."""
         begun, released = threading.Event(), threading.Event()
@@ -443,18 +378,6 @@ class TestSharing:
 
 class TestClients:
     """Idle and slow clients, and too many of them."""
-
-    @pytest.mark.parametrize("tls", [False, True])
-    def test_silent_clients_delay_nobody(self, tls: bool, tmp_path: Path, serve: Callable[..., Server]) -> None:
-        """Beside 120 silent connections other clients are answered, and no silent connection is ended."""
-        certificate, key = make_certificate(tmp_path, "a") if tls else (None, None)
-        limits = ClientLimits(request=600.0)
-        server = serve(certificate=Certificate(certificate, key) if certificate else None, limits=limits)
-        with contextlib.ExitStack() as stack:
-            silent = [stack.enter_context(connect(server)) for _ in range(120)]
-            for path in ("/healthz", "/metrics"):
-                assert get(server, path, tls=trusting(certificate) if certificate else None)[0] == 200
-            assert select.select(silent, [], [], 0)[0] == []
 
     def test_idle_clients_do_not_keep_a_scrape_out(self, serve: Callable[..., Server]) -> None:
         """With as many idle connections as allowed, a scrape is answered at once; one idle connection is cut."""
@@ -709,7 +632,7 @@ class TestToken:
         return path
 
     def test_without_the_token_there_is_nothing_to_see(self, path: Path, serve: Callable[..., Server]) -> None:
-        """Without the token all pages that need one answer 401, with the authentication scheme Bearer."""
+        """Without the token pages that need one answer 401 with the scheme Bearer; with it they answer 200."""
         server = serve(token=Token(path))
         for authorization in ("", "Bearer", "Bearer wrong", "Bearer s3cret1", "s3cret", "Basic s3cret", "Basic czNj"):
             status, body, headers = get(server, Authorization=authorization)
@@ -717,10 +640,7 @@ class TestToken:
             assert b"one" not in body
         assert get(server, "/nope")[0] == 401
         assert get(server, "/healthz")[0] == 200
-
-    def test_the_token_opens(self, path: Path, serve: Callable[..., Server]) -> None:
-        """A bearer token gives access."""
-        assert get(serve(token=Token(path)), Authorization="bearer  s3cret")[0] == 200
+        assert get(server, Authorization="bearer  s3cret")[0] == 200
 
     def test_browsers_may_give_it_as_a_password(self, path: Path, serve: Callable[..., Server]) -> None:
         """A browser may send the token as the password, with any user name."""
