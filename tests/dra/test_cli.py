@@ -308,6 +308,14 @@ def test_broken_kubeconfigs_are_explained(tmp_path: Path, alone: Bridge, change:
 CONFIG = f"resources:\n  - name: {R}\n    driver: {D}\n    devices:\n      - simulated: {{count: 2}}\n"
 OWN = Path(__file__).parents[2] / "examples" / "11-parameters.py"
 """An author's own agent."""
+SOURCE = """
+from dra_bridge import run
+from deviceplugin import DeviceSource
+class D(DeviceSource):
+    def watch(self):
+        yield []
+"""
+"""The first lines of an author's file: a class of sources without a resource and a driver."""
 
 
 @pytest.fixture
@@ -395,11 +403,8 @@ def test_manifests_of_an_own_agent(alone: Bridge) -> None:
 def test_manifests_of_an_own_agent_with_a_certificate(tmp_path: Path, alone: Bridge) -> None:
     """Probes use HTTPS if the agent has a certificate; a message names the files that the pod needs as mounts."""
     file = tmp_path / "agent.py"
-    file.write_text(
-        "from dra_bridge import run\nfrom deviceplugin import DeviceSource as D\n"
-        "class S(D): resource, driver = 'a.b/x', 'a.b'\n"
-        "run(S(), metrics_address=':1', token='/t/token', certificate='/t/tls.pem')"
-    )
+    secured = "run(S(), metrics_address=':1', token='/t/token', certificate='/t/tls.pem')"
+    file.write_text(f"{SOURCE}class S(D): resource, driver = 'a.b/x', 'a.b'\n{secured}")
     ran = alone("manifests", "--source", str(file), "--command", "x")
     assert (ran.status, "scheme: HTTPS" in ran.out) == (0, True)
     assert "mount into the DaemonSet's container, from a Secret say: /t/tls.pem, /t/token" in ran.err
@@ -425,15 +430,10 @@ def test_manifests_of_an_own_agent_that_writes_to_sysfs(alone: Bridge) -> None:
         ),
         ("1 / 0", "cannot be run: ZeroDivisionError: division by zero"),
         ("pass", "does not call dra_bridge.run"),
-        ("from dra_bridge import run\nfrom deviceplugin import DeviceSource as D\nrun(D())", "names no driver"),
+        (f"{SOURCE}run(D())", "names no driver"),
+        (f"{SOURCE}class S(D): resource, driver = 'x', 'a.b'\nrun(S())", "it has no vendor domain"),
         (
-            "from dra_bridge import run\nfrom deviceplugin import DeviceSource as D\n"
-            "class S(D): resource, driver = 'x', 'a.b'\nrun(S())",
-            "it has no vendor domain",
-        ),
-        (
-            "from dra_bridge import run\nfrom deviceplugin import DeviceSource as D\n"
-            "class S(D): resource, driver = 'a.b/x', 'a.b'\nrun(S)",
+            f"{SOURCE}class S(D): resource, driver = 'a.b/x', 'a.b'\nrun(S)",
             "S is a class; a source is an instance of it: S()",
         ),
         (None, "cannot be read: "),
