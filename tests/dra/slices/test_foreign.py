@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
@@ -20,7 +20,6 @@ from dra_bridge.slices.plan import plan as plan_of
 from dra_bridge.slices.publisher import Publisher
 from dra_bridge.testing.apiserver import FakeApiServer, Fault
 from dra_bridge.testing.scheduler import offered
-from tests.dra.objects import node_body
 from tests.dra.slices.test_publisher import DRIVER, NODE, applied, became, client, many, pool, running, slices
 from tests.waits import until
 
@@ -52,13 +51,6 @@ def foreign(
             **where,
         },
     }
-
-
-@pytest.fixture
-def server() -> Iterator[FakeApiServer]:
-    with FakeApiServer() as running_server:
-        running_server.create(node_body(NODE))
-        yield running_server
 
 
 @contextlib.asynccontextmanager

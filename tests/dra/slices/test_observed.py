@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -18,13 +18,6 @@ from tests.dra.slices.test_publisher import DRIVER, NODE, many, pool, publishing
 from tests.waits import until
 
 FOR_EVER = 10**6
-
-
-@pytest.fixture
-def server() -> Iterator[FakeApiServer]:
-    with FakeApiServer() as running:
-        running.create(node_body(NODE))
-        yield running
 
 
 def writes(request: LoggedRequest) -> bool:
@@ -91,7 +84,7 @@ async def test_slices_that_others_undo_while_writes_are_refused(server: FakeApiS
 
 
 async def test_slices_that_went_with_their_node(server: FakeApiServer) -> None:
-    """Without its Node object no slice can be written, and the report names this reason."""
+    """Without its Node object no slice can be written, and the report names this reason; a new Node owns the slices."""
     async with publishing(server, pool(*many(3))) as publisher:
         server.delete("nodes", NODE)
         server.wipe(NODE)
@@ -99,8 +92,10 @@ async def test_slices_that_went_with_their_node(server: FakeApiServer) -> None:
         observed, at = later(publisher)
         assert not observed.published
         assert f'nodes "{NODE}" not found' in observed.unready(at)
-        server.create(node_body(NODE))
+        new = server.create(node_body(NODE))
         await until(lambda: now(publisher).published)
+        (body,) = server.objects()
+        assert body["metadata"]["ownerReferences"][0]["uid"] == new["metadata"]["uid"]
 
 
 async def test_what_is_wanted_now_counts(server: FakeApiServer) -> None:

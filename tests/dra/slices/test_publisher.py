@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -292,18 +292,6 @@ def test_fewer_slices_are_deleted_last() -> None:
     assert generations(applied(before, writes)) == [2]
 
 
-def test_a_broken_off_plan_is_taken_up() -> None:
-    """After a crash in the middle of a generation, only the remaining slices are written."""
-    before = applied([], plan(slices(pool(*many(300))), []))
-    wanted = slices(pool(*many(300, attributes={"new": True})))
-    writes = plan(wanted, before)
-    assert len(writes) == 5
-    crashed = applied(before, writes[:1])
-    rest = plan(wanted, crashed)
-    assert len(rest) == 4
-    assert set(generations(applied(crashed, rest))) == {2}
-
-
 devices_strategy = st.lists(
     st.builds(
         Device,
@@ -369,14 +357,6 @@ def test_plans_converge_and_pools_are_never_wrong(made: list[Recipe], cuts: list
 # --- publishing -----------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def server() -> Iterator[FakeApiServer]:
-    with FakeApiServer() as running:
-        running.create(node_body(NODE))
-        running.forget_log()
-        yield running
-
-
 def client(server: FakeApiServer, **options: Any) -> Cluster:
     return Cluster.from_server(server.url, backoff=Backoff(0.01, 0.05), deadline=2.0, **options)
 
@@ -425,19 +405,6 @@ async def test_publishes_with_owner(server: FakeApiServer) -> None:
         state = publisher.state(DRIVER)
         assert (state.slices, set(state.devices), state.problems) == (1, {"gpu0", "gpu1", "gpu2"}, ())
         assert len(server.writes) == 1
-
-
-async def test_a_second_run_writes_nothing(server: FakeApiServer) -> None:
-    """An agent that starts and finds its wanted slices writes nothing; the slices outlive the agent."""
-    wanted = pool(*many(300), Device("bad", health=Health.UNHEALTHY), replicas=3)
-    async with publishing(server, wanted):
-        pass
-    before = server.objects()
-    server.forget_log()
-    async with publishing(server, wanted):
-        pass
-    assert server.objects() == before
-    assert [entry for entry in server.log if entry.method != "GET"] == []
 
 
 async def test_nothing_changed_nothing_written(server: FakeApiServer) -> None:
@@ -496,17 +463,6 @@ async def test_slices_follow_a_node_that_was_made_anew(server: FakeApiServer) ->
     assert now["spec"] == old["spec"]
 
 
-async def test_slices_that_go_with_their_node_come_back_with_the_new_one(server: FakeApiServer) -> None:
-    """The slices of a deleted Node are deleted with it; the publisher creates them again, owned by the new Node."""
-    async with publishing(server, pool(*many(3))):
-        server.delete("nodes", NODE)
-        new = server.create(node_body(NODE))
-        assert server.wipe(NODE) == 1
-        await asyncio.to_thread(server.wait_for, lambda it: len(it.objects()) == 1)
-        (now,) = server.objects()
-        assert now["metadata"]["ownerReferences"][0]["uid"] == new["metadata"]["uid"]
-
-
 async def test_who_wants_slices_while_all_ends_keeps_nothing_running(server: FakeApiServer) -> None:
     """A pool that is wanted while the publisher stops does not delay the publisher's end."""
     async with client(server) as cluster:
@@ -520,26 +476,6 @@ async def test_who_wants_slices_while_all_ends_keeps_nothing_running(server: Fak
         publisher.want(replace(pool(), driver="late.example.com"))
         done, _ = await asyncio.wait({task}, timeout=10)
         assert done
-
-
-async def test_foreign_slices_are_left_alone(server: FakeApiServer) -> None:
-    """Slices of another driver, node or pool stay as they are; surplus slices of the own pool are deleted."""
-    template = slices(pool(Device("other")))[0]
-
-    def put(name: str, **spec: Any) -> None:
-        body = in_version({**template, "metadata": {"name": name}, "spec": {**template["spec"], **spec}}, "v1")
-        server.create(body)
-
-    put("other-driver", driver="other.example.com")
-    put("other-node", nodeName="node2")
-    put("other-pool", pool={"name": "fabric", "generation": 3, "resourceSliceCount": 1})
-    put("left-over", pool={"name": NODE, "generation": 3, "resourceSliceCount": 2})
-    kept = [body for body in server.objects() if body["metadata"]["name"] != "left-over"]
-    async with publishing(server, pool(Device("mine"))):
-        now = {body["metadata"]["name"]: body for body in server.objects()}
-        assert "left-over" not in now
-        assert all(now[body["metadata"]["name"]] == body for body in kept)
-        assert now[slice_name(NODE, DRIVER, 0)]["spec"]["pool"]["generation"] == 4
 
 
 def test_several_numa_nodes_are_a_list_where_the_server_takes_one() -> None:
@@ -630,25 +566,6 @@ async def test_an_upgraded_server(server: FakeApiServer) -> None:
         await became(publisher, pool(*many(4)))
         assert len(published(server)) == 4
         assert server.writes[-1].path.startswith("/apis/resource.k8s.io/v1/")
-
-
-async def test_conflicts_are_solved(server: FakeApiServer) -> None:
-    """A conflict is retried, and a slice that another client changed is written again."""
-    async with publishing(server, pool(*many(3))) as publisher:
-        server.fail(lambda request: request.method == "PUT", Fault(code=409), times=3)
-        await became(publisher, pool(*many(5)))
-        assert len(published(server)) == 5
-        (body,) = server.objects()
-        body["spec"]["devices"] = body["spec"]["devices"][:1]
-        server.replace(body)
-        await asyncio.to_thread(server.wait_for, lambda it: len(published(it)) == 5)
-
-
-async def test_a_lost_answer_is_no_second_slice(server: FakeApiServer) -> None:
-    """When the answer to a create is lost, no second slice is created."""
-    server.fail(lambda request: request.method == "POST", Fault(done=True))
-    async with publishing(server, pool(*many(3))):
-        assert len(server.objects()) == 1
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -753,29 +670,6 @@ async def test_restored_storage(server: FakeApiServer, end_streams: bool) -> Non
         assert len(published(server)) == 4
 
 
-async def test_two_drivers_one_watch(server: FakeApiServer) -> None:
-    """Two drivers share the watch of the node's slices; a driver that joins later needs no list."""
-    other = Pool("fpga.example.com", NODE, (Offer(snapshot(Device("f0"), resource="example.com/fpga")),))
-
-    async def watched() -> None:
-        await asyncio.to_thread(server.wait_for, lambda it: any(entry.watch for entry in it.log))
-
-    async with publishing(server, other):
-        await watched()
-    server.forget_log()
-    async with publishing(server, pool(Device("a"))) as publisher:
-        await became(publisher, other)
-        assert sorted(published(server)) == ["a", "f0"]
-        await watched()
-        watched_fields = [entry.query["fieldSelector"] for entry in server.log if entry.watch]
-        assert watched_fields.count(f"spec.nodeName={NODE}") == 1
-        assert len(server.writes) == 1
-        listed = [
-            entry.query["fieldSelector"] for entry in server.requests("GET", "/resourceslices") if not entry.watch
-        ]
-        assert f"spec.driver=fpga.example.com,spec.nodeName={NODE}" not in listed
-
-
 async def test_annotation_alone_is_one_write(server: FakeApiServer) -> None:
     """A changed annotation is one write; the generation and the annotations of other programs stay."""
     async with publishing(server, replace(pool(*many(300)), annotations={f"{DRIVER}/progress": "0/2"})) as publisher:
@@ -796,18 +690,6 @@ async def test_moves_are_not_slowed_down(server: FakeApiServer) -> None:
         for count in range(4, 24):
             await became(publisher, pool(*many(count)))
         assert len(published(server)) == 23
-
-
-async def test_no_node_yet() -> None:
-    """While the Node object does not exist, nothing is published; the slices follow once it does."""
-    with FakeApiServer() as server:
-        async with client(server) as cluster:
-            publisher = Publisher(cluster, NODE)
-            async with running(publisher):
-                ticket = publisher.want(pool(*many(3)))
-                await asyncio.to_thread(server.wait_for, lambda it: bool(it.requests("GET", "/nodes/")))
-                server.create(node_body(NODE))
-                await publisher.accepted(DRIVER, ticket)
 
 
 async def test_drivers_share_a_read_of_the_node(server: FakeApiServer) -> None:
