@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from deviceplugin.device import Health
+from deviceplugin.device import Device, Health
 from deviceplugin.kubelet.claim_state import PreparedClaim
 from deviceplugin.node.agent import AgentError
 from deviceplugin.register.operations import reconcile_evidence
@@ -124,6 +124,28 @@ async def test_a_wiped_cdi_directory_is_filled_again(node: FakeNode) -> None:
         shutil.rmtree(cdi)
         await until(lambda: {path.name for path in cdi.glob("*.json")} == files.keys(), "the file")
         assert {path.name: path.read_bytes() for path in cdi.glob("*.json")} == files
+
+
+async def test_a_running_agent_renews_the_device_number_of_a_claim(
+    node: FakeNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If the device in a port gets another device number, the CDI file of its claim soon has this number."""
+    monkeypatch.setattr("dra_bridge.driver.renewal.CHECK", 0.05)
+    link = tmp_path / "by-path" / "x"
+    link.parent.mkdir()
+    link.symlink_to("/dev/tty")
+    device = Device("d0", nodes=[str(link)])
+    source = agents.Listed(R, D, device)
+    async with agents.on_node(node, source) as here:
+        here.ask("all")
+        await here.settle(State.DRA)
+        await here.claimant("train")
+        (file,) = node.cdi.glob("*.json")
+        assert '"hostPath":"/dev/tty"' in file.read_text()
+        link.unlink()
+        link.symlink_to("/dev/ptmx")
+        source.list(device)
+        await here.until(lambda: '"hostPath":"/dev/ptmx"' in file.read_text())
 
 
 async def test_an_agent_ends_when_its_mount_shows_a_deleted_cdi_directory(
