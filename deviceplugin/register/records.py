@@ -445,7 +445,7 @@ def _points(record: Record | None) -> set[Point]:
         points |= record.held
         granted = [device for device in record.devices if not device.admin]
     for one in granted:
-        points |= one.identity.tokens
+        points |= one.identity.tokens - one.identity.left
         points |= one.identity.reached
         points |= one.identity.within
         for counter_set, counter, _ in one.amount.takes:

@@ -149,7 +149,10 @@ async def test_two_claims_swap_their_numbers(here: ServedDriver, sticks: Sticks,
         assert not await here.driver.renewal.look_left(uid), "no container has restarted"
     assert pods.asked == {"pod-2": {"main": 1}}
     pods.replaced = {"pod-1"}
+    noticed: list[object] = []
+    here.register.subscribe(lambda: noticed.append(here))
     await left(here, "1")
+    assert noticed, "the device that has the former number now may be offered again"
     assert reaches(here, "1") == set()
     assert not await here.driver.renewal.renew("1"), "claim 2 reaches the number"
     assert await here.driver.renewal.renew("2")
