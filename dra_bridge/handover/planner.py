@@ -191,6 +191,24 @@ def plan(
     return Plan((), tuple(begin))
 
 
+def exchanged(states: Mapping[str, State], held: Collection[str], expected: Collection[str]) -> Plan:
+    """Choose idle devices to move instead of held devices whose moves wait for their holders.
+
+    The number of devices on each side stays as planned. The moves of the held devices are reversed. Parameters: see
+    `plan`; the moves of `expected` devices are not reversed.
+    """
+    of: dict[State, list[str]] = {State.PLUGIN: [], State.TO_DRA: [], State.DRA: [], State.TO_PLUGIN: []}
+    for name in sorted(states, key=natural):
+        state = states[name]
+        waits = name in held and name not in expected and state in (State.TO_DRA, State.TO_PLUGIN)
+        if waits or (name not in held and state in (State.PLUGIN, State.DRA)):
+            of[state].append(name)
+    there = min(len(of[State.TO_DRA]), len(of[State.PLUGIN]))
+    back = min(len(of[State.TO_PLUGIN]), len(of[State.DRA]))
+    to_dra = *of[State.PLUGIN][:there], *of[State.TO_PLUGIN][:back]
+    return Plan(to_dra, (*of[State.TO_DRA][:there], *of[State.DRA][:back]))
+
+
 def _choose(
     candidates: Sequence[str],
     count: int,

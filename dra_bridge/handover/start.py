@@ -7,7 +7,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from deviceplugin.device import counted, natural
@@ -17,7 +17,7 @@ from deviceplugin.register.rules import MoveWait
 from dra_bridge.handover.admission import counts_of, may_leave, resources_served_by_dra
 from dra_bridge.handover.allocatable import AllocatableStatus
 from dra_bridge.handover.moved import MovedResource
-from dra_bridge.handover.planner import Movable, Plan, followers, groups, leading, plan
+from dra_bridge.handover.planner import Movable, Plan, exchanged, followers, groups, leading, plan
 from dra_bridge.handover.share import Drain, Share
 
 _LOG: Final = logging.getLogger(__name__)
@@ -119,6 +119,10 @@ class MoveStarter:
                 # through DRA. Later, the moves are reversed for those devices that the share assigns to DRA.
                 leaves = {name for name in bound if leaders[name] is State.DRA} if self.drain == "cordon" else set()
                 return Plan((), tuple(sorted(leaves, key=natural)), blocked=frozenset(back - leaves - waiting))
+        if not (wanted.to_dra or wanted.to_plugin or bound):
+            instead = exchanged(leaders, held, expected)
+            if instead.to_dra and self._may_leave(movable, instead.to_dra):
+                return replace(instead, draining=wanted.draining)
         if not wanted.to_dra or self._may_leave(movable, wanted.to_dra):
             return wanted
         chosen: list[str] = []

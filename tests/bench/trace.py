@@ -74,7 +74,7 @@ LIMITS: Final = {
     "Allocate": Size(96, 24),
     "NodePrepareResources": Size(170, 35),
     "NodeUnprepareResources": Size(95, 21),
-    "move": Size(131, 29),
+    "move": Size(132, 29),
     "evidence": Size(254, 39),
 }
 """The maximum sizes of the paths (traced calls), which tests/test_trace.py checks.

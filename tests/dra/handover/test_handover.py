@@ -34,6 +34,7 @@ from dra_bridge.handover.planner import (
     Movable,
     Moving,
     Plan,
+    exchanged,
     followers,
     held_and_expected,
     leading,
@@ -216,6 +217,17 @@ def test_devices_that_a_claim_came_for_are_not_turned_round() -> None:
     assert plan(states, (), Share(0)).to_plugin == ("a", "b")
     assert plan(states, (), Share(0), expected={"a"}).to_plugin == ("b",)
     assert plan(states, (), Share(1), expected={"a"}).to_plugin == ("b",)
+
+
+def test_an_idle_device_moves_instead_of_a_held_one() -> None:
+    """If a device becomes idle while the move of a held device waits, the idle device moves, and the held one stays."""
+    states = {"a": State.TO_DRA, "b": State.TO_DRA, "c": State.PLUGIN, "d": State.DRA, "e": State.QUARANTINED}
+    assert exchanged(states, {"a", "b"}, ()) == Plan(("c",), ("a",))
+    assert exchanged(states, {"a", "b"}, {"a"}) == Plan(("c",), ("b",))
+    assert exchanged(states, {"a", "b", "c"}, ()) == exchanged(states, (), ()) == Plan()
+    back = {"a": State.TO_PLUGIN, "b": State.DRA, "c": State.PLUGIN}
+    assert exchanged(back, {"a"}, ()) == Plan(("a",), ("b",))
+    assert exchanged(back, {"a", "b"}, ()) == Plan()
 
 
 def test_what_is_held_is_not_expected(store: DirectLedger) -> None:

@@ -62,6 +62,34 @@ async def test_a_shared_device_moves_as_a_whole(node: FakeNode) -> None:
         await here.until(lambda: here.healthy() == {"d0::0", "d0::1"})
 
 
+async def test_a_move_that_waits_is_given_to_a_device_that_becomes_idle(node: FakeNode) -> None:
+    """While the move of a held device waits, another device becomes idle: it moves, and the held device stays.
+
+    The same holds on the way back to the plugin.
+    """
+    async with on_node(node, fpgas(2)) as here:
+        pods = {device: await here.run(f"p{device}", {R: 1}) for device in ("0", "1")}
+        held = {next(iter(node.devices_of(pod))): pod for pod in pods.values()}
+        here.ask("1")
+        await here.until(lambda: sorted(state.value for state in here.states.values()) == ["plugin", "to-dra"])
+        (waits,) = (name for name, state in here.states.items() if state is State.TO_DRA)
+        (other,) = {"d0", "d1"} - {waits}
+        await here.stopped(held[other])
+        await here.until(lambda: here.states == {waits: State.PLUGIN, other: State.DRA})
+        await here.stopped(held[waits])
+        here.ask("all")
+        await here.until(lambda: set(here.states.values()) == {State.DRA})
+        claims = [await here.claimant(name) for name in ("c0", "c1")]
+        has = {next(iter(node.devices_of(pod))): pod for pod in claims}
+        here.ask("1")
+        await here.until(lambda: sorted(state.value for state in here.states.values()) == ["dra", "to-plugin"])
+        (waits,) = (name for name, state in here.states.items() if state is State.TO_PLUGIN)
+        (other,) = {"d0", "d1"} - {waits}
+        await here.stopped(has[other])
+        await here.until(lambda: here.states == {waits: State.DRA, other: State.PLUGIN})
+        await here.stopped(has[waits])
+
+
 async def test_moves_and_claims_are_in_the_log(node: FakeNode, caplog: pytest.LogCaptureFixture) -> None:
     """The log has lines about moves and claims, with fields for resource, device, pod and claim."""
     caplog.set_level(logging.DEBUG)
