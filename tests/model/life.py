@@ -10,7 +10,7 @@ import base64
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from fractions import Fraction
@@ -79,6 +79,10 @@ class Cards(DeviceSource):
         self.hook_timeout = 60.0
         self.outside = outside
         self.dead = False
+
+    def watch(self) -> AsyncIterator[Sequence[Device]]:
+        """The model publishes the device lists itself."""
+        raise NotImplementedError
 
     def replicas_of(self, device: Device) -> int:
         """Return the number of replicas of a device, at most `replicas`."""
