@@ -6,8 +6,8 @@ the container. So a container counts as having no device any more if it has ende
 When a container has started, the kubelet creates the link `<pod>_<namespace>_<container>-<container id>.log`, which
 leads to `<pod logs>/<namespace>_<pod>_<uid>/<container>/<n>.log`. The kubelet keeps the last ended instance of a
 container, and removes the link together with the instance (kubelet 1.36, kuberuntime_container.go: startContainer,
-legacy.go, kuberuntime_gc.go). A cgroup without a link belongs to the pod's sandbox, or to a container that is just
-starting. A sandbox's cgroup is older than the pod's links.
+legacy.go, kuberuntime_gc.go). A cgroup without a link belongs to the pod's sandbox, to a container that is just
+starting, or to one whose link does not have the whole id. A sandbox's cgroup is older than the pod's links.
 """
 
 from __future__ import annotations
@@ -24,10 +24,9 @@ from deviceplugin import looked_at
 from deviceplugin.kubelet.cgroups import ContainerCgroup, PodReader
 from deviceplugin.register.records import Allocation, AllocationRecord, RecordKey
 
-_LINK: Final = re.compile(r".*-([0-9a-f]{12,64})\.log")
-"""Matches the name of a log link. The kubelet shortens a name that exceeds the limit of file names, so the container id
-in the name may be incomplete."""
-
+_ID_END: Final = re.compile(r"([0-9a-f]{64})\.log")
+"""Matches the end of a log link's name, with a whole container id. The ids of containerd (2.1,
+internal/cri/util/id.go), CRI-O and cri-dockerd have this form."""
 
 STARTING: Final = 300.0
 """Seconds after which a container's start has succeeded or failed. The kubelet waits 2 minutes for the runtime to
@@ -40,8 +39,7 @@ Starts = Mapping[str, Mapping[str, int]]
 class LogLink(NamedTuple):
     """The link to the log of a container that has started.
 
-    id: the runtime's id of the container, or the first characters of the id. made: the time at which the link was
-    created (Unix seconds).
+    id: the runtime's id of the container. made: the time at which the link was created (Unix seconds).
     """
 
     pod_uid: str
@@ -51,17 +49,22 @@ class LogLink(NamedTuple):
 
 
 def log_links(directory: Path, pods: Collection[str]) -> list[LogLink]:
-    """Return the log links of these pods' containers. Blocks. Raises OSError if `directory` is unreadable."""
+    """Return the log links of these pods' containers. Blocks. Raises OSError if `directory` is unreadable.
+
+    The kubelet cuts `<pod>_<namespace>_<container>-<container id>` after 251 characters (kubelet 1.36, legacy.go:
+    logSymlink). A name without the whole id is left out, because its end may be text from the names of the pod and its
+    container.
+    """
     links = []
     with os.scandir(directory) as entries:
         for entry in entries:
-            if (named := _LINK.fullmatch(entry.name)) is None:
-                continue
             try:
-                *_, pod, container, _ = os.readlink(entry.path).split("/")
-                uid = pod.rpartition("_")[2]
-                if uid in pods:
-                    links.append(LogLink(uid, container, named[1], entry.stat(follow_symlinks=False).st_mtime))
+                *_, logs, container, _ = os.readlink(entry.path).split("/")
+                namespace, pod, uid = logs.split("_")
+                begin = f"{pod}_{namespace}_{container}-"
+                end = _ID_END.fullmatch(entry.name, len(begin)) if entry.name.startswith(begin) else None
+                if uid in pods and end is not None:
+                    links.append(LogLink(uid, container, end[1], entry.stat(follow_symlinks=False).st_mtime))
             except (OSError, ValueError):
                 continue  # The link was removed after the listing, or was not created by the kubelet.
     return links

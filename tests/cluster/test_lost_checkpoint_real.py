@@ -6,13 +6,16 @@ All devices are held, so the kubelet has no free device for a pod that it admits
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.cluster import locks
 from tests.cluster.node import Cluster, Pod
-from tests.cluster.test_witnesses_real import Scene, unbroken
+from tests.cluster.test_witnesses_real import Scene, claimer, unbroken
 from tests.scenarios.sides import named
+
+LOG_LINKS = Path("/var/log/containers")
 
 
 @pytest.fixture
@@ -59,3 +62,20 @@ def test_running_pods_run_on(scene: Scene, agent: str) -> None:
     scene.until("the new pod is refused", lambda: new.phase == "Failed", 60)
     scene.observe(2)
     assert {one.uid for one in locks.holders()} == {pod.uid for pod in pods}
+
+
+def test_a_pod_whose_log_link_lacks_the_container_id_keeps_its_device(scene: Scene) -> None:
+    """No claim gets the device of a running container whose log link ends in text from the container's name."""
+    scene.begin(a=(1, "none"))
+    pod, container = "p" * 210, "c" * 15 + "-0123456789abcdef"
+    held = scene.make(locks.pod(pod, locks.container(container, {named("a"): 1})))
+    scene.running(held)
+    assert (LOG_LINKS / f"{pod}_default_{container}.log").is_symlink()
+    scene.note_holders()
+    restart(scene, "kept", lost=True)
+    scene.cluster.wait_reported()
+    scene.share(a="all")
+    scene.wait(claimer("claims", "a"))
+    scene.observe(20)
+    assert {one.uid for one in locks.holders()} == {held.uid}
+    scene.handed_to_anybody(held)

@@ -33,7 +33,6 @@ def cgroup(name: str, made: float) -> ContainerCgroup:
         ([link("c", FIRST, 3)], [cgroup(SANDBOX, 1), cgroup(FIRST, 2)], False),
         ([link("c", FIRST, 3)], [cgroup(SANDBOX, 1)], True),
         ([link("c", FIRST, 3)], [], True),
-        ([link("c", FIRST[:20], 3)], [cgroup(SANDBOX, 1), cgroup(FIRST, 2)], False),
         ([link("c", FIRST, 3), link("other", SECOND, 3)], [cgroup(SANDBOX, 1), cgroup(SECOND, 4)], True),
         # A container that starts now has no log link yet.
         ([link("c", FIRST, 3)], [cgroup(SANDBOX, 1), cgroup(SECOND, 5)], False),
@@ -59,14 +58,49 @@ def logs(tmp_path: Path) -> Path:
     (made / f"other_ns_c-1-{SECOND}.log").symlink_to(f"/var/log/pods/ns_other_{'0' * 36}/c-1/0.log")
     (made / f"no-link_ns_c-1-{SECOND}.log").touch()
     (made / "of-somebody-else").symlink_to(target)
+    (made / f"some-pod_ns_c-{SECOND}.log").symlink_to(target)
+    (made / f"some-pod_ns_c-1-{SECOND[:63]}.log").symlink_to(target)
+    (made / f"some-pod_ns_c-1-{SECOND}.log.1").symlink_to(target)
     return made
 
 
 def test_links_say_pod_container_and_id(logs: Path) -> None:
-    """A log link's name has the names of pod and container, also with hyphens, and the container's id."""
+    """A log link's name has the names of pod and container, also with hyphens, and the container's whole id."""
     (found,) = log_links(logs, {UID})
     assert found[:3] == (UID, "c-1", FIRST)
     assert found.made == (logs / f"some-pod_ns_c-1-{FIRST}.log").lstat().st_mtime
+
+
+@pytest.mark.parametrize(
+    ("pod", "container"),
+    [
+        ("p" * 210, "c" * 20 + "-0123456789abcdef"),  # The id is cut off.
+        ("p" * 210, "c" * 19 + "-0123456789abcdef"),  # Only the hyphen before the id remains.
+        ("p" * 190, "c-1"),  # The first characters of the id remain.
+        ("p" * 173, "c" * 10),  # The id lacks one character.
+    ],
+)
+def test_a_link_without_the_whole_id_proves_nothing(tmp_path: Path, pod: str, container: str) -> None:
+    """A running container whose log link's name is cut counts neither as ended nor as restarted."""
+    logs, begun = tmp_path / "containers", tmp_path / "pods" / UID / "containers" / container
+    logs.mkdir()
+    begun.mkdir(parents=True)
+    tree = CgroupTree(tmp_path / "cgroup", "v2")
+    tree.create()
+    tree.add_pod(UID)
+    tree.add_container(UID, FIRST)
+    pods = PodReader(tmp_path, tree.root, believe_checkpoint=False)
+    starts = ContainerStarts(pods, logs)
+    (made,) = (one.made for one in pods.containers(UID) or ())
+    begin(begun, "1", made - 1.0)
+    before = starts.read([UID])
+    name = f"{pod}_ns_{container}-{FIRST}"[:251] + ".log"
+    assert len(name) == 255
+    (logs / name).symlink_to(f"/var/log/pods/ns_{pod}_{UID}/{container}/0.log")
+    os.utime(logs / name, (made + 1.0, made + 1.0), follow_symlinks=False)
+    assert log_links(logs, {UID}) == []
+    assert ended({(UID, container)}, pods, logs) == set()
+    assert not starts.restarted(before, [UID], waited=STARTING)
 
 
 @pytest.mark.parametrize("layout", ["v2", "v2-systemd", "v1", "v1-systemd"])
