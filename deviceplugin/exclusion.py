@@ -16,8 +16,10 @@ from typing import Final
 
 from deviceplugin.device import Device, natural
 from deviceplugin.identity import Tokens, agree, identified, shown
+from deviceplugin.inventory import InventorySnapshot
 from deviceplugin.naming import parse_quantity
 
+NO_TOKENS: Final[Tokens] = frozenset()
 DeviceKey = tuple[str, str]
 """The key of a device: (resource, device id)."""
 Counters = Mapping[str, Mapping[str, Fraction]]
@@ -39,8 +41,8 @@ class Hardware:
     within: Tokens = frozenset()
 
 
-def hardware_of(device: Device, tokens: Tokens, scope: str) -> Hardware:
-    """Return the hardware of a device. tokens: the device's identity tokens. scope: as in `Hardware`."""
+def hardware_of(device: Device, tokens: Tokens, scope: str, within: Tokens = NO_TOKENS) -> Hardware:
+    """Return the hardware of a device. tokens: the device's identity tokens. scope, within: as in `Hardware`."""
 
     def amounts(counters: Mapping[str, Mapping[str, int | str]]) -> Counters:
         return {
@@ -48,14 +50,24 @@ def hardware_of(device: Device, tokens: Tokens, scope: str) -> Hardware:
             for name, values in counters.items()
         }
 
-    return Hardware(tokens, scope, amounts(device.consumes), amounts(device.counters), frozenset(device.part_of))
+    return Hardware(tokens, scope, amounts(device.consumes), amounts(device.counters), within.union(device.part_of))
+
+
+def hardware_in(now: InventorySnapshot, scope: str) -> dict[DeviceKey, Hardware]:
+    """Return the hardware of the devices of a resource, except devices of which no hardware is known.
+
+    scope: as in `Hardware`.
+    """
+    hardware: dict[DeviceKey, Hardware] = {}
+    for device in now.devices.values():
+        its = hardware_of(device, now.identities.get(device.id, NO_TOKENS), scope, now.larger.get(device.id, NO_TOKENS))
+        if its.tokens or its.consumes or its.counters or its.within:
+            hardware[now.resource, device.id] = its
+    return hardware
 
 
 class DeviceConflictError(Exception):
     """Raised when a device cannot be granted because of other holders, or because its hardware was replaced."""
-
-
-NO_TOKENS: Final[Tokens] = frozenset()
 
 
 def titled(key: DeviceKey) -> str:
@@ -101,23 +113,22 @@ class HardwareIndex:
         together = [*self._by_token.values(), *self._by_set.values()]
         self.related = frozenset(key for keys in together if len(keys) > 1 for key in keys)
         """Each of these devices has peers: other devices with the same hardware or counter set."""
+        owned = (keys for token, keys in self._by_any_token.items() if token in self._by_token)
+        self.touched = self.related.union(*(keys for keys in owned if len(keys) > 1))
+        """Each of these devices touches another device (`touching`)."""
         self.tokens_by_device: Final = {key: value.tokens for key, value in hardware.items()}
         self.identities: Final = {
             key: identified(value.tokens, boot, within=value.within) for key, value in hardware.items()
         }
         """For each device, the identity that is recorded for a holder."""
         self.larger: Final = {key: value.within for key, value in hardware.items() if value.within}
-        """For each device that is a part of larger devices (`Device.part_of`), the tokens of these devices."""
+        """For each device that is a part of larger devices (`InventorySnapshot.larger`), their tokens."""
         self.listed: Final = frozenset(self._by_any_token)
         """The identity tokens of all devices, and of the larger devices of which they are parts."""
 
     def tokens(self, key: DeviceKey) -> Tokens:
         """Return a device's identity tokens; an empty set if they are unknown."""
         return self.tokens_by_device.get(key, NO_TOKENS)
-
-    def having(self, token: str) -> frozenset[DeviceKey]:
-        """Return the keys of the devices that have this identity token."""
-        return frozenset(self._by_token.get(token, ()))
 
     def having_any(self, tokens: Iterable[str]) -> frozenset[DeviceKey]:
         """Return the keys of the devices that have one of these identity tokens, or are parts of such a device."""
@@ -141,6 +152,13 @@ class HardwareIndex:
         hardware = self._hardware[key]
         parts = (other for name in hardware.consumes for other in self._by_set[hardware.scope, name])
         return (self.aliases(key) | frozenset(parts)) - {key}
+
+    def touching(self, key: DeviceKey) -> frozenset[DeviceKey]:
+        """Return the peers of a device, its parts, and the devices of which it is a part."""
+        if key not in self.touched:
+            return frozenset()
+        wholes = (other for token in self.larger.get(key, ()) for other in self._by_token.get(token, ()))
+        return self.peers(key).union(wholes, self.having_any(self.tokens(key))) - {key}
 
     def group(self, key: DeviceKey, within: Iterable[DeviceKey]) -> tuple[DeviceKey, ...]:
         """Return a device, its peers among `within`, the peers of these peers among `within`, and so on."""

@@ -19,7 +19,7 @@ import re
 import stat
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 import msgspec
 
@@ -152,8 +152,19 @@ def lasting(tokens: Tokens) -> Tokens:
     return frozenset(token for token in tokens if not token.startswith(_PLACE))
 
 
-def identities(devices: Sequence[Device], stat: Stat = looked_at.stat, sysfs: str = ROOT) -> dict[str, Tokens]:
-    """Return, for each listed device id, the device's present tokens; an empty set if no token is known. Blocks.
+class Identified(NamedTuple):
+    """The identities of listed devices.
+
+    tokens: for each device id, the device's present tokens. containing: for each device id, the tokens of the nodes
+    that contain the device's hardware (see `HardwareReader.containing`), if there are such nodes.
+    """
+
+    tokens: dict[str, Tokens]
+    containing: dict[str, Tokens]
+
+
+def identities(devices: Sequence[Device], stat: Stat = looked_at.stat, sysfs: str = ROOT) -> Identified:
+    """Return the tokens of listed devices; an empty set for a device of which no token is known. Blocks.
 
     A node of several devices, such as /dev/nvidiactl, identifies none of them. But if one of these devices has only
     shared nodes and no `identity`, its nodes identify all devices that have them.
@@ -172,7 +183,13 @@ def identities(devices: Sequence[Device], stat: Stat = looked_at.stat, sysfs: st
     own_paths = {
         name: {number: path for number, path in paths[name].items() if number in of} for name, of in known.items()
     }
-    return {device.id: known[device.id] | _hardware(own_paths[device.id], reader) for device in devices}
+    tokens = {device.id: known[device.id] | _hardware(own_paths[device.id], reader) for device in devices}
+    containing: dict[str, Tokens] = {}
+    for name, own_numbers in own_paths.items():
+        others = frozenset(other for number in own_numbers for other in reader.containing(number))
+        if others := others - paths[name].keys():
+            containing[name] = others
+    return Identified(tokens, containing)
 
 
 def tokens_now(device: Device, stat: Stat = looked_at.stat, sysfs: str = ROOT) -> Tokens:
@@ -332,8 +349,8 @@ async def publish(inventory: Inventory, devices: Sequence[Device], replicas: Map
     While a read of a device's path hangs, this function waits, and the inventory's present devices are unhealthy.
     """
     identifiable = any(device.identity or device.nodes for device in devices)
-    tokens = await inventory.looks.until_answered("list", identities, devices) if identifiable else {}
-    return inventory.publish(devices, tokens, replicas)
+    found = await inventory.looks.until_answered("list", identities, devices) if identifiable else Identified({}, {})
+    return inventory.publish(devices, found.tokens, replicas, found.containing)
 
 
 async def read(looks: Looks, kind: str, devices: Mapping[str, Device]) -> dict[str, Tokens]:

@@ -11,10 +11,12 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 from deviceplugin.device import Device, Health
 from deviceplugin.looks import Looks
+
+_T = TypeVar("_T")
 
 _NONE: Final[Mapping[str, Any]] = MappingProxyType({})
 GONE: Final = "the device is gone"
@@ -31,7 +33,8 @@ class InventorySnapshot:
     version: 0 before the source's first list, then one more after each change. devices: for each device id, the device,
     in the source's order; gone devices are last. gone: the ids of devices that the source does not list any more.
     identities: for each device id, the known identity tokens. replicas: for each device id, the number of containers
-    that may share the device; empty if the source shares no device.
+    that may share the device; empty if the source shares no device. larger: for each device that is a part of larger
+    devices, as its source or sysfs shows, the tokens of the larger devices.
     """
 
     resource: str
@@ -40,6 +43,7 @@ class InventorySnapshot:
     gone: frozenset[str] = frozenset()
     identities: Mapping[str, frozenset[str]] = field(default_factory=dict)
     replicas: Mapping[str, int] = field(default_factory=dict)
+    larger: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
     @property
     def listed(self) -> bool:
@@ -62,21 +66,31 @@ def merged(
     listed: Iterable[Device],
     identities: Mapping[str, frozenset[str]] = _NONE,
     replicas: Mapping[str, int] = _NONE,
+    containing: Mapping[str, frozenset[str]] = _NONE,
 ) -> InventorySnapshot:
-    """Return the snapshot after a new list of the source; `before` if nothing changed. Raises DuplicateDeviceError."""
+    """Return the snapshot after a new list of the source; `before` if nothing changed. Raises DuplicateDeviceError.
+
+    containing: see `deviceplugin.identity.Identified`.
+    """
     devices = by_id(listed, before.resource)
+    larger = {name: containing.get(name, frozenset()).union(device.part_of) for name, device in devices.items()}
     gone = frozenset(before.devices.keys() - devices.keys())
     for name, device in before.devices.items():
         if name in gone:
             devices[name] = device.with_health(Health.UNHEALTHY, GONE)
-    kept = {name: before.identities[name] for name in gone & before.identities.keys()} | {
-        name: tokens for name, tokens in identities.items() if tokens
-    }
-    times = {name: before.replicas[name] for name in gone & before.replicas.keys()} | dict(replicas)
-    same = gone == before.gone and kept == before.identities and times == before.replicas
+
+    def kept(former: Mapping[str, _T], now: Mapping[str, _T]) -> dict[str, _T]:
+        return {name: former[name] for name in gone & former.keys()} | {name: of for name, of in now.items() if of}
+
+    its, times, larger = (
+        kept(before.identities, identities),
+        kept(before.replicas, replicas),
+        kept(before.larger, larger),
+    )
+    same = (gone, its, times, larger) == (before.gone, before.identities, before.replicas, before.larger)
     if before.listed and same and list(devices.items()) == list(before.devices.items()):
         return before
-    return InventorySnapshot(before.resource, before.version + 1, devices, gone, kept, times)
+    return InventorySnapshot(before.resource, before.version + 1, devices, gone, its, times, larger)
 
 
 def without(before: InventorySnapshot, forgotten: Iterable[str]) -> InventorySnapshot:
@@ -84,10 +98,12 @@ def without(before: InventorySnapshot, forgotten: Iterable[str]) -> InventorySna
     drop = before.gone.intersection(forgotten)
     if not drop:
         return before
-    devices = {name: device for name, device in before.devices.items() if name not in drop}
-    identities = {name: tokens for name, tokens in before.identities.items() if name not in drop}
-    replicas = {name: times for name, times in before.replicas.items() if name not in drop}
-    return InventorySnapshot(before.resource, before.version + 1, devices, before.gone - drop, identities, replicas)
+
+    def rest(of: Mapping[str, _T]) -> dict[str, _T]:
+        return {name: value for name, value in of.items() if name not in drop}
+
+    kept = rest(before.identities), rest(before.replicas), rest(before.larger)
+    return InventorySnapshot(before.resource, before.version + 1, rest(before.devices), before.gone - drop, *kept)
 
 
 class DeviceChange(NamedTuple):
@@ -167,12 +183,13 @@ class Inventory:
         listed: Iterable[Device],
         identities: Mapping[str, frozenset[str]] = _NONE,
         replicas: Mapping[str, int] = _NONE,
+        containing: Mapping[str, frozenset[str]] = _NONE,
     ) -> bool:
         """Store the source's list; return whether anything changed.
 
         Raises DuplicateDeviceError, and stores nothing, if the list has an id twice.
         """
-        return self._replace(merged(self._listed, listed, identities, replicas))
+        return self._replace(merged(self._listed, listed, identities, replicas, containing))
 
     def share(self, replicas: Mapping[str, int]) -> None:
         """Set, for each device id, the number of containers that may share the device."""

@@ -16,6 +16,7 @@ from deviceplugin import looked_at
 
 ROOT: Final = "/sys"
 PCI_ADDRESS: Final = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
+_SCSI_DEVICE: Final = re.compile(r"[0-9]+:[0-9]+:[0-9]+:[0-9]+")
 _USB_NAME: Final = re.compile(r"usb[0-9]+|[0-9]+-[0-9]+(\.[0-9]+)*")
 _COUNTED: Final = re.compile(r"(?<=^sd)[a-z]+|[0-9]+")
 """Matches the part of a name that counts devices in the order of their appearance: 0 in ttyUSB0, b in sdb."""
@@ -82,6 +83,20 @@ def directory_of(kind: str, number: str, root: str = ROOT) -> str | None:
         return None
 
 
+def _around(directory: str) -> Iterator[str]:
+    """Yield the sysfs directories in which `HardwareReader.containing` looks for nodes."""
+    above, last = directory, device_above(directory)
+    while above != last and (above := os.path.dirname(above)) not in ("/", ""):
+        yield above
+        classes: list[str] = []
+        if above == os.path.dirname(directory) and os.path.basename(above) == "drm":
+            classes = [above]
+        elif _SCSI_DEVICE.fullmatch(os.path.basename(above)):
+            classes = [f"{above}/{name}" for name in _directories(above)]
+        for of in classes:
+            yield from (f"{of}/{name}" for name in _directories(of))
+
+
 def device_above(directory: str) -> str | None:
     """Return the directory of the nearest USB device or PCI function at or above this one; None if there is none."""
     while directory not in ("/", ""):
@@ -132,6 +147,20 @@ class HardwareReader:
             return HardwarePart(frozenset({place}), place, _part(device, directory))
         return HardwarePart(self._names(port, plugged), f"usb:{port}", _part(device, directory))
 
+    def containing(self, token: str) -> Iterator[str]:
+        """Yield the tokens of other device nodes through which a program gets all hardware of a device node. Blocks.
+
+        These are the disk of a partition, the USB device of an interface (Linux, drivers/usb/core/devio.c), the other
+        node of a GPU (card0 and renderD128), and the other nodes of a SCSI device (sda and sg0, st0 and nst0).
+        token: the node's token, such as `block:8:1`.
+        """
+        kind, _, number = token.partition(":")
+        if (directory := directory_of(kind, number, self.root)) is not None:
+            for other in _around(directory):
+                if found := read(f"{other}/dev"):
+                    kind = "block" if link_name(f"{other}/subsystem") == "block" else "char"
+                    yield f"{kind}:{found}"
+
     def _names(self, port: str, plugged: tuple[str, ...]) -> frozenset[str]:
         vendor, product, serial = (re.sub(r"[^A-Za-z0-9_.-]+", "_", text) for text in plugged)
         name = f"usb:{vendor}:{product}:{serial}"
@@ -157,11 +186,19 @@ def _usb(directory: str) -> tuple[str, ...] | None:
 
 
 def _part(device: str, directory: str) -> str:
-    """Return a text for the component of a device to which a sysfs directory belongs, without the kernel's counters."""
+    """Return a text for the component of a device to which a sysfs directory belongs, without the kernel's counters.
+
+    The nodes of a GPU (card0, renderD128) have the same text, and so have those of a SCSI device (sda, sg0; st0, nst0).
+    """
+    names = [name for name in directory.removeprefix(device).split("/") if name]
+    if names[-2:-1] == ["drm"]:
+        del names[-1]
+    elif len(names) > 2 and _SCSI_DEVICE.fullmatch(names[-3]):
+        del names[-2:]
     steps, above = [], device
-    for step in filter(None, directory.removeprefix(device).split("/")):
-        steps.append(_step(above, step))
-        above = f"{above}/{step}"
+    for name in names:
+        steps.append(_step(above, name))
+        above = f"{above}/{name}"
     return "/".join(steps)
 
 

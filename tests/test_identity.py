@@ -60,13 +60,13 @@ def test_a_device_is_known_by_the_numbers_that_no_other_one_has(
 ) -> None:
     """A node of several devices identifies a device only if the device has no other node; major number 1 never does."""
     listed = [Device(name, nodes=paths) for name, paths in devices.items()]
-    assert identity.identities(listed, NODES) == tokens
+    assert identity.identities(listed, NODES).tokens == tokens
 
 
 def test_what_the_source_says_identifies_beside_distinctive_numbers() -> None:
     """A device is identified by what its source states, such as a PCI address, and by the numbers of its nodes."""
     listed = [Device("a", nodes=["/dev/g0", "/dev/ctl"], identity="pci:a"), Device("b", nodes=["/dev/ctl"])]
-    assert identity.identities(listed, NODES) == {
+    assert identity.identities(listed, NODES).tokens == {
         "a": {"char:195:0", "char:195:255", "pci:a"},
         "b": {"char:195:255"},
     }, "b has nothing else, and a's containers get it"
@@ -75,7 +75,7 @@ def test_what_the_source_says_identifies_beside_distinctive_numbers() -> None:
 def test_nodes_of_edits_do_not_identify() -> None:
     """Device nodes in a device's container edits are not part of the device's identity."""
     device = Device("a", nodes=["/dev/g0"], edits=ContainerEdits(nodes=["/dev/ctl"]))
-    assert identity.identities([device], NODES) == {"a": {"char:195:0"}}
+    assert identity.identities([device], NODES).tokens == {"a": {"char:195:0"}}
 
 
 def test_paths_are_known_by_what_they_lead_to(tmp_path: Path) -> None:
@@ -187,13 +187,27 @@ def test_a_node_has_the_hardware_behind_it_and_its_place(tmp_path: Path) -> None
     by_id, by_path = Device("a", nodes=["/dev/x/by-id/a"]), Device("p", nodes=["/dev/x/by-path/p"])
     place, port = "place:usb:1-2#1.0/tty/ttyACM", "port:/dev/x/by-path/p"
     expected = {"a": {"char:195:0", *stick, place}, "p": {"char:195:0", *stick, place, port}}
-    assert identity.identities([by_id, by_path], look, str(tree.sys)) == expected
+    assert identity.identities([by_id, by_path], look, str(tree.sys)).tokens == expected
     assert identity.tokens_now(by_id, look, str(tree.sys)) == expected["a"]
     assert identity.tokens_now(by_path, look, str(tree.sys)) == expected["p"]
     in_port = Device("u", nodes=["/dev/x/by-id/a"], identity=identity.port("usb:1-2"))
     assert identity.tokens_now(in_port, look, str(tree.sys)) == {"char:195:0", *stick, place, "port:usb:1-2"}
     assert identity.lasting(frozenset(expected["a"])) == {"char:195:0", *stick}
     assert identity.lasting(frozenset(expected["p"])) == {"char:195:0", place, port}
+
+
+def test_a_device_is_a_part_of_the_nodes_that_contain_it(tmp_path: Path) -> None:
+    """The tokens of nodes that contain a device's hardware are kept apart from its own, which are left out of them."""
+    tree = Tree(tmp_path)
+    usb = tree.usb("1-2", 4, serial="A5")
+    for number, below in (("189:3", ""), ("195:0", "1-2:1.0/tty/ttyACM0")):
+        tree.number(number, usb, below)
+        (usb / below / "dev").write_text(f"{number}\n")
+    look = nodes({"/dev/tty": ("char", 195, 0), "/dev/bus": ("char", 189, 3)})
+    listed = [Device("part", nodes=["/dev/tty"]), Device("whole", nodes=["/dev/bus"])]
+    both = Device("both", nodes=["/dev/tty", "/dev/bus"])
+    assert identity.identities(listed, look, str(tree.sys)).containing == {"part": {"char:189:3"}}
+    assert identity.identities([both], look, str(tree.sys)).containing == {}
 
 
 def test_a_number_has_moved_when_sysfs_shows_other_hardware_or_none(tmp_path: Path) -> None:

@@ -105,7 +105,7 @@ def nothing_said(made: Installed) -> None:
     assert made.kinds == [
         *("Namespace", "ServiceAccount", "ClusterRole", "ClusterRoleBinding", "Role", "RoleBinding"),
         *("ClusterRole", "Role"),
-        *("ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding") * 4,
+        *("ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding") * 5,
         *("DeviceClass", "DeviceClass", "DeviceClass", "ConfigMap", "DaemonSet"),
     ]
     kubelet = "/var/lib/kubelet"
@@ -162,7 +162,7 @@ def claim_status(made: Installed) -> None:
     rights = {resource: rule["verbs"] for rule in made.of("ClusterRole")[0]["rules"] for resource in rule["resources"]}
     assert rights["resourceclaims/status"] == ["patch"]
     assert rights["resourceclaims/driver"] == ["associated-node:patch"]
-    assert len(made.of("ValidatingAdmissionPolicy")) == 5
+    assert len(made.of("ValidatingAdmissionPolicy")) == 6
     assert "--claim-status" in made.arguments
 
 

@@ -50,7 +50,7 @@ def test_usb_devices_without_a_serial_number_of_their_own_are_told_apart_by_the_
         ("", ""),
         ("1-2:1.0/tty/ttyACM7", "1.0/tty/ttyACM"),
         ("1-2:1.2/sound/card3/pcmC3D0c", "1.2/sound/card/pcmCDc"),
-        ("1-2:1.0/host4/target4:0:0/4:0:0:0/block/sdc", "1.0/host/target::/:::/block/sd"),
+        ("1-2:1.0/host4/target4:0:0/4:0:0:0/block/sdc", "1.0/host/target::/:::"),
         ("1-2:1.0/0003:046D:C52B.0005/hidraw/hidraw3", "1.0/:D:CB./hidraw/hidraw"),
     ],
 )
@@ -83,18 +83,60 @@ def test_parts_of_a_device_are_told_apart(tree: Tree) -> None:
 
 
 def test_a_pci_function_is_known_by_its_address(tree: Tree) -> None:
-    """A node's hardware is the nearest PCI function or USB device; block devices have numbers of their own."""
+    """A node's hardware is the nearest PCI function or USB device; block devices have numbers of their own.
+
+    The two nodes of a GPU have the same hardware.
+    """
     gpu = tree.pci("0000:01:00.0")
     tree.number("226:128", gpu, "drm/renderD128")
     tree.number("226:0", gpu, "drm/card0")
     disk = tree.pci("0000:02:00.0")
     tree.number("259:0", disk, "nvme/nvme0/nvme0n1", kind="block")
-    assert behind(tree, "226:128") == HardwarePart(frozenset({"pci:0000:01:00.0"}), "pci:0000:01:00.0", "drm/renderD")
-    assert behind(tree, "226:0") == HardwarePart(frozenset({"pci:0000:01:00.0"}), "pci:0000:01:00.0", "drm/card")
+    assert behind(tree, "226:128") == HardwarePart(frozenset({"pci:0000:01:00.0"}), "pci:0000:01:00.0", "drm")
+    assert behind(tree, "226:0") == HardwarePart(frozenset({"pci:0000:01:00.0"}), "pci:0000:01:00.0", "drm")
     assert behind(tree, "259:0", "block") == HardwarePart(
         frozenset({"pci:0000:02:00.0"}), "pci:0000:02:00.0", "nvme/nvme/nvmen"
     )
     assert behind(tree, "259:0") is None
+
+
+def numbered(tree: Tree, kind: str, directory: Path, numbers: dict[str, str]) -> None:
+    """Give directories below `directory` these device numbers, as the kernel does. numbers: for a number, the path."""
+    for number, below in numbers.items():
+        tree.number(number, directory, below, kind)
+        (directory / below / "dev").write_text(f"{number}\n")
+        if kind == "block":
+            (tree.sys / "class/block").mkdir(parents=True, exist_ok=True)
+            (directory / below / "subsystem").symlink_to(tree.sys / "class/block")
+
+
+def test_a_node_is_contained_in_the_nodes_that_give_all_of_it(tree: Tree) -> None:
+    """A disk contains its partitions, and a USB device its interfaces; the nodes of a GPU contain each other.
+
+    So do the nodes of a SCSI device. The parts of a device do not contain each other, and a hub not its devices.
+    """
+    usb = tree.usb("1-2", 4, serial="A5")
+    numbered(tree, "char", usb.parent, {"189:0": ""})
+    numbered(tree, "char", usb, {"189:3": ""} | {f"188:{n}": f"1-2:1.{n}/ttyUSB{n}/tty/ttyUSB{n}" for n in (0, 1)})
+    numbered(tree, "char", tree.pci("0000:01:00.0"), {"226:0": "drm/card0", "226:128": "drm/renderD128"})
+    unit = tree.pci("0000:02:00.0") / "host0/target0:0:0/0:0:0:0"
+    numbered(tree, "char", unit, {"21:0": "scsi_generic/sg0"})
+    numbered(tree, "block", unit, {"8:0": "block/sda", "8:1": "block/sda/sda1", "8:2": "block/sda/sda2"})
+    loop = tree.sys / "devices/virtual/block"
+    numbered(tree, "block", loop, {"7:0": "loop0", "259:9": "loop0/loop0p1"})
+    expected = {
+        "char:189:3": [],
+        "char:188:0": ["char:189:3"],
+        "char:226:0": ["char:226:0", "char:226:128"],
+        "char:226:128": ["char:226:0", "char:226:128"],
+        "block:8:0": ["block:8:0", "char:21:0"],
+        "block:8:2": ["block:8:0", "block:8:0", "char:21:0"],
+        "char:21:0": ["block:8:0", "char:21:0"],
+        "block:259:9": ["block:7:0"],
+    }
+    found = {token: sorted(HardwareReader(str(tree.sys)).containing(token)) for token in expected}
+    assert found == expected
+    assert list(HardwareReader(str(tree.sys)).containing("char:1:1")) == []
 
 
 def test_a_node_without_a_bus_has_no_hardware(tree: Tree) -> None:

@@ -108,7 +108,7 @@ def withheld_devices(asked: OfferQuestion, resource: str, side: SideName) -> Wit
     reasons: dict[str, str] = {}
     for device in listed.snapshot.devices.values():
         key, tokens = (resource, device.id), hardware.tokens((resource, device.id))
-        points: set[Point] = {key, *tokens, *device.part_of}
+        points: set[Point] = {key, *tokens, *hardware.larger.get(key, ())}
         idle = foreign.isdisjoint(points) and state.index.keys().isdisjoint(points)
         if idle and not device.consumes and key not in hardware.related:
             continue  # In the usual case, no holder has any part of the device.

@@ -402,6 +402,12 @@ def _excluded(use: Use, other: Use, common: Collection[Point]) -> str:
     held = f"held by {other.title}" if named else "held"
     text = f"{_titled(use)} and {_titled(other)}, which counts as {held}, are the same hardware ({shown(tokens)})"
     parts = use.tokens - other.tokens and other.tokens - use.tokens
-    if parts and use.key is not None and other.key is not None and use.key[0] != other.key[0]:
+    if (
+        parts
+        and tokens & use.tokens & other.tokens
+        and use.key is not None
+        and other.key is not None
+        and use.key[0] != other.key[0]
+    ):
         text += "; if one pod needs both, which share a node, put them into one resource"
     return text

@@ -26,7 +26,7 @@ from deviceplugin.exclusion import (
     DeviceKey,
     Hardware,
     HardwareIndex,
-    hardware_of,
+    hardware_in,
     other_hardware,
     titled,
 )
@@ -143,10 +143,7 @@ class ListedHardware:
             for name, service in self.served.items():
                 now, source = service.inventory.snapshot, service.source
                 resources[name] = ListedResource(now, source.driver or "", source.replicas, service.ids_now)
-                for device in now.devices.values():
-                    tokens = now.identities.get(device.id, frozenset())
-                    if tokens or device.consumes or device.counters or device.part_of:
-                        hardware[name, device.id] = hardware_of(device, tokens, source.driver or name)
+                hardware |= hardware_in(now, source.driver or name)
             self._version, self.resources, self.hardware = version, resources, HardwareIndex(hardware, self._boot)
             self.scopes = {name: listed.driver or name for name, listed in resources.items()}
             self.limits = self.hardware.limits()
@@ -376,7 +373,7 @@ class Register:
             now = self.listed.now()
             if self.listed.has_released:
                 self.releases.unreleased()  # `unreleased` records new holders, which may end before its next call.
-            if now is not listed or self._view[1] is not self._noticed_for[0] or not now.related.isdisjoint(keys):
+            if now is not listed or self._view[1] is not self._noticed_for[0] or not now.touched.isdisjoint(keys):
                 self.notify()
 
     def is_held(self, key: DeviceKey) -> bool:
@@ -395,11 +392,11 @@ class Register:
             return await self.store.do(operation(self.view()))
 
     def is_free(self, key: DeviceKey, units: Collection[tuple[str, ...]] = ()) -> bool:
-        """Return whether a device, and all devices that share its hardware, have no holder and no grant in progress.
+        """Return whether a device, and all devices that touch it, have no holder and no grant in progress.
 
         units: the keys (`Use.unit`) of holders that do not count.
         """
-        if any(self._granted_now[name] > 0 for name in (key, *self.listed.now().peers(key))):
+        if any(self._granted_now[name] > 0 for name in (key, *self.listed.now().touching(key))):
             return False
         view, wanted = self.view(), self.wanted(*key)
         whole = wanted_use((RELEASE, *key), wanted, view)._replace(part=Fraction(1))
@@ -410,8 +407,8 @@ class Register:
         return self.listed.now().tokens(key)
 
     def with_peers(self, keys: Iterable[DeviceKey]) -> set[DeviceKey]:
-        """Return these devices, and the devices that share hardware with any of them."""
-        return {peer for key in keys for peer in (key, *self.listed.now().peers(key))}
+        """Return these devices, the devices that share hardware with any of them, their parts, and their wholes."""
+        return {peer for key in keys for peer in (key, *self.listed.now().touching(key))}
 
     async def verify(self, keys: Collection[DeviceKey], *, resets: bool = True) -> None:
         """Prepare a grant of devices: compare them with their present hardware; wait until their running hooks end.
@@ -567,7 +564,7 @@ class Register:
         foreign: dict[Point, object] = {}
         for point, entries in state.index.items():
             if isinstance(point, str):
-                listed = hardware.having(point)
+                listed = hardware.having_any((point,))
                 if len(listed) > 1 or any(not listed.issuperset(self._keys(state, entry)) for entry in entries):
                     foreign[point] = entries
             elif point in hardware.related or self._of_another_driver(point, entries):

@@ -37,6 +37,7 @@ from deviceplugin.config.types import (
     typed_attributes,
 )
 from deviceplugin.device import ContainerEdits, Device, DeviceNode, Mount, natural, some
+from deviceplugin.exclusion import titled
 from deviceplugin.naming import PCI_BUS_ID
 from deviceplugin.source import DeviceSource, Measured
 from deviceplugin.sources.path import PathSource, filled
@@ -92,6 +93,7 @@ def overlaps(resources: Iterable[ResourceConfig]) -> list[str]:
     owners: dict[str, tuple[str, str]] = {}
     configured: dict[str, ResourceConfig] = {}
     tokens_by_key: dict[tuple[str, str], identity.Tokens] = {}
+    containing: list[tuple[tuple[str, str], str]] = []
     notes: dict[str, None] = {}
     for resource in resources:
         configured[resource.name] = resource
@@ -104,18 +106,26 @@ def overlaps(resources: Iterable[ResourceConfig]) -> list[str]:
                 listed[device.id] = device
                 owned.update(hosts)
         notes |= {f"{resource.name}: {note}": None for note in nodeless(listed.values())}
-        for name, tokens in identity.identities(list(listed.values())).items():
+        found = identity.identities(list(listed.values()))
+        for name, others in found.containing.items():
+            containing += (((resource.name, name), token) for token in sorted(others))
+        for name, tokens in found.tokens.items():
             tokens_by_key[resource.name, name] = tokens
             for token in sorted(tokens):
                 other, key = owners.setdefault(token, (resource.name, name)), (resource.name, name)
                 if other != key:
-                    text = f"{name} of {resource.name} and {other[1]} of {other[0]} are the same hardware"
+                    text = f"{titled(key)} and {titled(other)} are the same hardware"
                     text += f" ({identity.shown({token})}): while one is held, the other is given to nobody"
                     if sides_conflict(resource, configured[other[0]]):
                         text += "; neither is offered, since their drivers' shares put them on different sides"
-                    if tokens - tokens_by_key[other] and tokens_by_key[other] - tokens:
+                    differ = tokens - tokens_by_key[other] and tokens_by_key[other] - tokens
+                    if differ and identity.reachable(frozenset({token})):
                         text += "; a node that they only share belongs under `nodes`"
                     notes[text] = None
+    for part, token in containing:
+        if (whole := owners.get(token)) is not None and tokens_by_key[part].isdisjoint(tokens_by_key[whole]):
+            text = f"{titled(part)} is a part of {titled(whole)} ({identity.shown({token})})"
+            notes[f"{text}: while one is held, the other is given to nobody"] = None
     return list(notes)
 
 

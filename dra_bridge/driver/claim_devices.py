@@ -429,7 +429,7 @@ def granted_device(
         device.id,
         result.share_id or "",
         admin,
-        identified(tokens, boot, within=device.part_of),
+        identified(tokens, boot, within=now.larger.get(device.id, ())),
         Amount(part, () if admin else takes_of(device)),
         parameters,
         limits,

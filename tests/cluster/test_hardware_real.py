@@ -524,3 +524,65 @@ def test_a_stick_comes_back_with_the_generic_device_plugin(scene: Scene, sticks:
     finally:
         process.terminate()
         process.wait(20)
+
+
+CONTAINING = {
+    "a USB device and its interface": ("0000:00:14.0/usb1/1-1", "1-1:1.0/ttyUSB2/tty/ttyUSB2"),
+    "the nodes of a GPU": ("0000:07:00.0/drm/card0", "../renderD128"),
+    "a disk and its partition": ("0000:08:00.0/nvme/nvme0/nvme0n1", "nvme0n1p1"),
+}
+"""For each pair of nodes: the directory of the first in sysfs, and the directory of the second, relative to that."""
+
+
+@pytest.mark.parametrize(
+    ("pair", "forms"),
+    [
+        *((pair, (form, form)) for pair in CONTAINING for form in FORMS),
+        # The two nodes of a GPU are the same hardware. On different sides, neither is offered.
+        *((pair, ("limits", "claim")) for pair in CONTAINING if pair != "the nodes of a GPU"),
+    ],
+)
+def test_a_node_that_contains_another(scene: Scene, pair: str, forms: tuple[str, str]) -> None:
+    """Two resources list nodes of one piece of hardware, one of which gives all of the other: one of them has a holder.
+
+    The other node has a holder when the first holder has ended.
+    """
+    subprocess.run(["mount", "-t", "tmpfs", "none", str(SYSFS)], check=True)
+    scene.stack.callback(subprocess.run, ["umount", str(SYSFS)], check=True)
+    whole, part = CONTAINING[pair]
+    for minor, below in enumerate((whole, f"{whole}/{part}"), 1):
+        directory = SYSFS / "pci0000:00" / below
+        directory.mkdir(parents=True)
+        (directory / "dev").write_text(f"{locks.MAJOR}:{minor}\n")
+        (SYSFS / f"{locks.MAJOR}:{minor}").symlink_to(directory.resolve())
+        locks.make_node(locks.NODES / f"x{minor}", minor)
+    if "usb" in whole:
+        for name, value in {"idVendor": "0403", "idProduct": "6001", "serial": "A5"}.items():
+            (SYSFS / "pci0000:00" / whole / name).write_text(f"{value}\n")
+    shares = ["all" if form == "claim" else "none" for form in forms]
+    listed = [[{"path": f"{locks.NODES}/x{minor}"}] for minor in (1, 2)]
+    scene.serve(*(resource(letter, share, devices=of) for letter, share, of in zip("ab", shares, listed, strict=True)))
+    wants = {letter: "claimer" if form == "claim" else "pod" for letter, form in zip("ab", forms, strict=True)}
+    scene.agents.wait_registered()
+    for first, second in ("ab", "ba"):
+        for letter, form in zip("ab", forms, strict=True):
+            if form == "claim":
+                scene.agents.wait_offered(1, f"{letter}.example.net")
+            else:
+                scene.cluster.wait_allocatable(named(letter), 1)
+        holder = getattr(scene, wants[first])(f"{first}-first", first)
+        scene.running(holder)
+        if wants[second] == "claimer":
+            scene.agents.wait_offered(0, f"{second}.example.net")
+        else:
+            scene.cluster.wait_allocatable(named(second), 0)
+        scene.wait((claimer if wants[second] == "claimer" else plain)(f"{second}-wants", second))
+        scene.observe(2)
+        assert len(locks.holders()) == 1
+        holder.delete()
+        taker = scene.cluster.pod(f"{second}-wants")
+        scene.running(taker)
+        assert [one.pod for one in locks.holders()] == [f"{second}-wants"]
+        scene.waiting.clear()
+        taker.delete()
+        taker.wait_gone()

@@ -11,6 +11,9 @@ from typing import Final
 
 import pytest
 
+from deviceplugin.config.types import Config, ResourceConfig
+from dra_bridge.kube import FOR_LIMITS
+from dra_bridge.manifests import Deployment, manifests
 from dra_bridge.wire import objects_pb2 as pb
 from tests.cluster.api import Api
 from tests.cluster.bridge import Bridge
@@ -146,3 +149,34 @@ def test_devices_return_to_the_plugin_side_beside_claims_of_a_tenant(
         print(f"highest resident memory before and after: {before} and {highest(bridge)} MiB")
         assert "is lost" not in bridge.log()
         assert highest(bridge) - before < 64
+
+
+def test_only_a_scheduler_marks_a_claim_as_made_for_limits(bridge: Bridge) -> None:
+    """With the policy, a tenant cannot make a claim with the scheduler's annotation, and the scheduler can."""
+    cluster, driver = bridge.cluster, ResourceConfig(name=RESOURCE, driver="dra.example.com", devices=())
+    installed = manifests(Config(resources=(driver,)), "", Deployment(name="policy"))
+    policy = [one for one in installed if one["metadata"]["name"] == "policy-claims-for-limits"]
+    assert [one["kind"] for one in policy] == ["ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding"]
+    body = json.loads(claim(bridge, "marked"))
+    body["metadata"] |= {"namespace": TENANT, "annotations": {FOR_LIMITS: "true"}}
+
+    def refused(api: Api) -> bool:
+        code, answer = api.raw("POST", claims_path(bridge) + "?dryRun=All", json.dumps(body).encode())
+        return code != 201 and b"only a scheduler may set the annotation" in answer
+
+    cluster.api.apply(policy)
+    try:
+        with tenant(bridge) as api:
+            cluster.wait_for(lambda: refused(api), 30, "the policy is in force")
+            made(api, claims_path(bridge), claim(bridge, "plain"))
+            patch = json.dumps({"metadata": {"annotations": {FOR_LIMITS: "true"}}}).encode()
+            kind = {"Content-Type": "application/merge-patch+json"}
+            code, answer = cluster.api.raw("PATCH", f"{claims_path(bridge)}/plain?dryRun=All", patch, kind)
+            assert code == 200, f"an administrator may bind pods, so the policy lets him: {answer!r}"
+        if cluster.minor >= 35:
+            bridge.share("all")
+            bridge.wait_offered(8)
+            cluster.start_pod("by-limits", {RESOURCE: 1}).wait_running(60)
+    finally:
+        for one in policy:
+            cluster.api.delete(one["kind"], one["metadata"]["name"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import pytest
@@ -201,7 +201,11 @@ async def test_the_stick_in_a_port_is_read_again_before_the_port_is_granted(monk
     port, stick = Device("P", nodes=["/dev/by-path/1-1"]), Device("A", nodes=["/dev/by-id/A"])
     now = {"P": at(1, "T", "1-1", port=True), "A": at(2, "A", "1-2")}
     monkeypatch.setattr(identity, "tokens_now", lambda device: now[device.id])
-    monkeypatch.setattr(identity, "identities", lambda devices: {device.id: now[device.id] for device in devices})
+
+    def identities(devices: Sequence[Device]) -> identity.Identified:
+        return identity.Identified({device.id: now[device.id] for device in devices}, {})
+
+    monkeypatch.setattr(identity, "identities", identities)
     ports.inventory.publish([port], {"P": now["P"]})
     sticks.inventory.publish([stick], {"A": now["A"]})
     await here.register.grant(R, {"A": "A"})

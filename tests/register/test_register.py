@@ -159,8 +159,9 @@ async def test_an_unknown_holder_of_a_part_holds_the_larger_device() -> None:
     await here.refused("gpu", resource="example.com/whole", why="p0 of example.com/r, which counts as held")
     await here.named(R)
     over = asyncio.get_running_loop().create_future()
+    over.set_result(None)
     here.register.hooks.running.append(HookRun("reset", {key("p0"): frozenset({"p0"})}, over, overdue=True))
-    await here.refused("gpu", resource="example.com/whole", why="p0 of example.com/r, which counts as held")
+    await here.refused("gpu", resource="example.com/whole", why="p0 of example.com/r: `reset` is still running on it")
     await here.grant("p1")
 
 

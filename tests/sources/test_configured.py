@@ -132,11 +132,11 @@ async def test_nodes_that_devices_share_do_not_make_them_one_thing(tmp_path: Pat
     (one,) = await first(configured(f"devices: [path: {tmp_path}/one], nodes: [/dev/tty], permissions: r"))
     (other,) = await first(configured(f"devices: [path: {tmp_path}/other], nodes: [/dev/tty]"))
     assert one.container_edits.nodes == (DeviceNode("/dev/tty", permissions="r"),)
-    assert identities([one]).keys() == {one.id}
-    assert identities([one])[one.id].isdisjoint(identities([other])[other.id])
+    assert identities([one]).tokens.keys() == {one.id}
+    assert identities([one]).tokens[one.id].isdisjoint(identities([other]).tokens[other.id])
     (tmp_path / "third").touch()
     both = await first(configured(f"devices: [group: [{tmp_path}/third, /dev/tty]]"))
-    assert len(identities(both)[both[0].id]) == 2
+    assert len(identities(both).tokens[both[0].id]) == 2
 
 
 async def test_attributes_and_capacity_are_laid_over() -> None:
