@@ -89,11 +89,8 @@ class PodReader:
             return PodProcesses()  # Cgroups were visible at an earlier read, but cannot be read now.
         return look
 
-    def in_cgroups(self) -> frozenset[str] | None:
-        """Return the UIDs of pods with a process in their cgroup; None if no cgroups are visible."""
-        return self._look(()).running
-
     def _look(self, named: Collection[str]) -> PodProcesses:
+        earlier = frozenset(self.seen)
         # Pod directories are read first, because the kubelet creates a pod's cgroup before the pod's directory.
         directories, root = read_directories(self.kubelet_root), self._root()
         with self._looking:
@@ -105,7 +102,8 @@ class PodReader:
                 self._searched = -math.inf
             else:
                 self.seen = {uid: before.get(uid, now) for uid in look.running}
-            look = replace(look, directories=directories, root=root, checkpoint_decides=self._believe_checkpoint)
+            of_root = replace(look, directories=directories, root=root, earlier=earlier)
+            look = replace(of_root, checkpoint_decides=self._believe_checkpoint)
             self.shown = pod_evidence.shown_after(self.shown, look, self.own_pod, named)
             self._last = replace(look, shown=self.shown)
             return self._last
@@ -163,16 +161,13 @@ class PodReader:
         below = [directory for path in paths for directory in _subdirectories(path)]
         return [ContainerCgroup(name, os.stat(path).st_ctime) for name, path in below if _populated(path)]
 
-    def running(self) -> frozenset[str]:
-        """Return the result of `in_cgroups`; an empty set if cgroups have never been visible.
-
-        Raises OSError if cgroups were visible before and cannot be read now.
-        """
-        running = self.in_cgroups()
-        if running is None and self._cgroups_seen:
+    def running(self) -> PodProcesses:
+        """Return the pods that have processes now, as `read`. Raises OSError if the cgroups can no longer be read."""
+        look = self._look(())
+        if look.running is None and self._cgroups_seen:
             raise OSError(f"pod cgroups in {self.cgroups} cannot be read now")
-        self._cgroups_seen = running is not None
-        return running or frozenset()
+        self._cgroups_seen = look.running is not None
+        return look
 
 
 def pod_cgroups(trees: Sequence[str], boot: str = "") -> PodProcesses | None:
@@ -180,19 +175,20 @@ def pod_cgroups(trees: Sequence[str], boot: str = "") -> PodProcesses | None:
     runs: dict[str, bool] = {}
     paths: dict[str, tuple[str, ...]] = {}
     places: dict[str, frozenset[str]] = {}
-    visible: frozenset[str] = frozenset()
+    visible: dict[str, str] = {}
     try:
         for tree in trees:
+            top = ""
             for directory, pods in _levels(tree):
                 try:
-                    place = frozenset({place_of(directory, boot)})
+                    place = place_of(directory, boot)
                 except FileNotFoundError:  # `directory` was removed after it was listed, with its cgroups.
                     continue
-                visible |= place
+                visible[place] = top = top or place
                 for uid, path in pods:
                     runs[uid] = runs.get(uid, False) or _populated(path)
                     paths[uid] = (*paths.get(uid, ()), path)
-                    places[uid] = places.get(uid, frozenset()) | place
+                    places[uid] = places.get(uid, frozenset()) | {place}
     except OSError:  # A subtree cannot be read.
         return None
     if not trees:

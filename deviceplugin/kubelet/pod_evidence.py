@@ -10,6 +10,8 @@ the rules are: (1) A pod has ended if its cgroup was seen before in a directory 
 no pod runs outside of them. (3) Otherwise the pod's directory decides, which the kubelet removes after the pod was
 deleted and has ended. The absence of the pod's directory is a proof if this kubelet's pods have their directories in
 the listed place. (4) Otherwise the pod may run.
+
+Pods of another kubelet on this machine (kind, k3d) run in a cgroup tree of their own, and have no directory here.
 """
 
 from __future__ import annotations
@@ -79,9 +81,10 @@ class PodProcesses:
     running: the pods with a process in their cgroup; None if no cgroup tree is visible. directories: the pods with a
     directory; None if no pod directories are visible. empty: the pods whose cgroup has no process. paths: the cgroups
     of each pod. places: for each pod, the parent directories of its cgroups. visible: the directories of cgroups that
-    were listed. root: the parent of the pods' directories, "" if it is not visible. checkpoint_decides: whether a pod
-    counts as ended here if the visible cgroups would not contain it; only the kubelet's checkpoint then shows whether
-    the pod has devices.
+    were listed, each with the directory `kubepods` of its tree. root: the parent of the pods' directories, "" if it is
+    not visible. earlier: the pods whose processes an earlier read had found when this read began. checkpoint_decides:
+    whether a pod counts as ended here if the visible cgroups would not contain it; only the kubelet's checkpoint then
+    shows whether the pod has devices.
     """
 
     running: frozenset[str] | None = None
@@ -89,8 +92,9 @@ class PodProcesses:
     empty: frozenset[str] = frozenset()
     paths: Mapping[str, tuple[str, ...]] = field(default_factory=dict, compare=False, repr=False)
     places: Mapping[str, frozenset[str]] = field(default_factory=dict, compare=False, repr=False)
-    visible: frozenset[str] = frozenset()
+    visible: Mapping[str, str] = field(default_factory=dict)
     root: str = ""
+    earlier: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
     shown: PodsShown = SHOWN
     checkpoint_decides: bool = False
 
@@ -121,7 +125,7 @@ class PodProcesses:
         places = self.shown.places.get(pod_uid)
         if self.running is None or places is None:
             return self.running is not None and self.shown.cgroups
-        return bool(places) and places <= self.visible
+        return bool(places) and places <= self.visible.keys()
 
     def is_unknown(self, pod_uid: str) -> bool:
         """Return whether the visible cgroups do not show whether processes of this pod run."""
@@ -141,7 +145,26 @@ class PodProcesses:
     @property
     def candidates(self) -> frozenset[str]:
         """The UIDs of the pods that may have a running process according to cgroups or pod directories."""
-        return (self.running or frozenset()) | (frozenset() if self.whole else self.directories or frozenset())
+        return self.may_be_ours | (frozenset() if self.whole else self.directories or frozenset())
+
+    @property
+    def may_be_ours(self) -> frozenset[str]:
+        """The UIDs of the running pods, without pods that are certainly another kubelet's.
+
+        A pod is another kubelet's if it has no directory below this kubelet's root, and was seen only in cgroup trees
+        in which no pod of this kubelet was seen, while pods of this kubelet were seen in another visible tree. The
+        kubelet makes a pod's directory before the sandbox, and keeps the directory of a pod that was deleted by force
+        while the runtime lists a running container of the pod (kubelet 1.36, kubelet.go: SyncPod; kubelet_volumes.go:
+        cleanupOrphanedPodDirs). A pod that started after the directories were read is not in `earlier`.
+        """
+        running, trees = self.running or frozenset(), self._trees(self.shown.trusted)
+        if self.directories is None or not self.shown.directories or not trees:
+            return running
+        absent = filter(self.shows, (running & self.earlier) - self.directories)
+        return running - {uid for uid in absent if trees.isdisjoint(self._trees(self.shown.places[uid]))}
+
+    def _trees(self, places: Collection[str]) -> frozenset[str]:
+        return frozenset(self.visible[place] for place in places if place in self.visible)
 
 
 def shown_after(before: PodsShown, look: PodProcesses, own: str, named: Collection[str]) -> PodsShown:

@@ -507,8 +507,8 @@ class HolderTracker:
         all_pods_listed, listed = self.all_pods_listed, None
         if report is not None:
             look = seen.pods if asked else await self.looks.at("evidence", self.pods.read, timeout=LONG)
-            listed = await self._listed(report, look.running or ())
-            all_pods_listed = look.running == listed and (look.whole or bool(listed))
+            listed = await self._listed(report, look.may_be_ours)
+            all_pods_listed = look.running is not None and look.may_be_ours == listed and (look.whole or bool(listed))
         if not self.in_flight.none_since(at):
             return None
         self.claim_uses = self.claim_uses if report is None else report.claims

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from deviceplugin.kubelet import claim_state
+from deviceplugin.kubelet.cgroups import PodProcesses
 from deviceplugin.kubelet.claim_state import PreparedClaim
 from deviceplugin.kubelet.tracker import HolderTracker
 from deviceplugin.register import operations
@@ -29,7 +30,7 @@ class PodsAndClaims:
         self._kubelet_root = kubelet_root
         self.read: Final = SharedCall(self._read)
 
-    async def _read(self) -> tuple[frozenset[str], Sequence[PreparedClaim]]:
+    async def _read(self) -> tuple[PodProcesses, Sequence[PreparedClaim]]:
         """Read the running pods, then the claim state.
 
         Raises ClaimStateError if the claim state cannot be read, OSError if the cgroups can no longer be read.
@@ -76,7 +77,8 @@ class ClaimPods:
 
     async def _read(self) -> RunningPods:
         tracker, unlisted = self.tracker, dict[str, float]()
-        running, claims = await self.node.read()
+        pods, claims = await self.node.read()
+        running = pods.may_be_ours
         prepared = self._mine(claims)
         await self._record(prepared)
         if not running <= self.recorded:
@@ -88,7 +90,7 @@ class ClaimPods:
         self.recorded &= running
         for uid in running - self.recorded:
             unlisted[uid] = tracker.pods.seen.get(uid, math.inf)
-        before, self.last = self.last, RunningPods(running, unlisted)
+        before, self.last = self.last, RunningPods(pods.running or frozenset(), unlisted)
         if self.last != before:
             self.ledger.changes.note()  # This call wakes Prepares that wait until pods have ended.
         return self.last

@@ -47,6 +47,7 @@ from tests.programs import ANY_CONFIG
 from tests.scenarios import sides
 from tests.scenarios.sides import SidesScenarios, long, named
 from tests.service_manager import service_manager
+from tests.waits import wait
 
 LIMIT = 30.0
 """Maximum seconds until a device has moved or another condition is true."""
@@ -665,6 +666,44 @@ def handed_on_at_its_end(scene: Scene, pod: Pod, other: Pod) -> None:
         return len(locks.holders()) == 2
 
     scene.cluster.wait_for(all_run, 60, "what it had is given to the next pod")
+
+
+@contextlib.contextmanager
+def pod_of_another_kubelet() -> Iterator[None]:
+    """Run a process in a cgroup as a pod of kind has it: in a tree `kubepods` of its own."""
+    (hierarchy,) = isolate.POD_CGROUPS.iterdir()
+    group = hierarchy / "docker" / ("ab" * 32) / "kubelet/kubepods/burstable" / f"pod{uuid.uuid4()}" / "container"
+    group.mkdir(parents=True)
+    with subprocess.Popen(["sleep", "infinity"]) as process:
+        (group / "cgroup.procs").write_text(str(process.pid))
+        try:
+            yield
+        finally:
+            process.kill()
+    for directory in (group, *group.parents):
+        if directory == hierarchy:
+            break
+        wait(lambda: removed(directory))  # noqa: B023
+
+
+def removed(cgroup: Path) -> bool:
+    """Remove a cgroup; return whether that was possible, because its processes have left it."""
+    with contextlib.suppress(OSError):
+        cgroup.rmdir()
+    return not cgroup.exists()
+
+
+@pytest.mark.parametrize("how", ["limits", "claim"])
+def test_a_pod_of_another_kubelet_keeps_no_device(scene: Scene, how: str) -> None:
+    """While a pod of another kubelet (kind) runs on the machine, a device whose pod has ended gets its next holder."""
+    scene.begin(a=(1, "none" if how == "limits" else "all"))
+    pod = scene.pod("a0", "a") if how == "limits" else scene.claimer("a0", "a")
+    scene.running(pod)
+    scene.before = 1
+    with pod_of_another_kubelet():
+        scene.wants("pod" if how == "limits" else "claim", "a")
+        scene.observe(2)
+        scene.handed_on(pod.delete, [pod.uid], "wants-a", limit=60)
 
 
 @pytest.mark.parametrize("successor", ["bridge", "plugin"])

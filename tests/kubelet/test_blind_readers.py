@@ -209,6 +209,52 @@ def test_cgroups_after_a_restart_of_the_agent(node: BlindNode, situation: Arrang
     assert answer(after.read()) == ("free" if situation in (right, hidepid) else "held")
 
 
+KIND = "docker/0123/kubelet"
+
+
+@pytest.mark.parametrize(
+    ("what", "theirs"),
+    [
+        ("runs in its own tree", True),
+        ("runs in a tree of another class of service of this kubelet", False),
+        ("has a directory below this kubelet's root", False),
+        ("this kubelet's directories are not visible", False),
+        ("no pod of this kubelet was seen", False),
+        ("a pod of this kubelet was seen in its tree", False),
+        ("started after the directories were read", False),
+    ],
+)
+def test_pods_of_another_kubelet(node: BlindNode, what: str, theirs: bool) -> None:
+    """A pod of another kubelet (kind) uses nothing of this node if its cgroup tree and lack of a directory show it."""
+    tree = CgroupTree(node.real.root / KIND)
+    tree.create()
+    for file in node.real.root.glob(f"{KIND.split('/')[0]}/**/cgroup.controllers"):
+        file.unlink()
+    if what == "this kubelet's directories are not visible":
+        node.agent_root = node.home / "none"
+    if what == "runs in a tree of another class of service of this kubelet":
+        pod = node.real.root / "kubepods" / f"pod{OTHER}"
+        pod.mkdir()
+        (pod / "cgroup.events").write_text("populated 1\n")
+    else:
+        node.add(OTHER, tree, directory=what == "has a directory below this kubelet's root")
+    if what == "a pod of this kubelet was seen in its tree":
+        node.add(THIRD, tree)
+    if what != "no pod of this kubelet was seen":
+        node.add(UID)
+    reader = PodReader(node.agent_root, node.looks_at, believe_checkpoint=False)
+    reader.read({UID, THIRD})
+    if what == "started after the directories were read":
+        reader.seen = {UID: 0.0}
+    look = reader.read()
+    assert OTHER in (look.running or ())
+    assert (OTHER not in look.may_be_ours) is theirs
+    assert (UID in look.may_be_ours) is (UID in (look.running or ()))
+    node.end()
+    node.add(UID + "-next")
+    assert look.may_run(OTHER), "the rule ends no holder"
+
+
 @pytest.mark.parametrize("others", [True, False])
 def test_a_pod_that_was_never_seen(node: BlindNode, others: bool) -> None:
     """A pod with a cgroup never seen has ended if other pods' cgroups are visible, else once its directory is gone."""

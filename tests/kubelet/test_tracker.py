@@ -554,17 +554,18 @@ async def test_of_two_pods_of_one_name_a_list_does_not_tell_which(tracked: Track
     await tracked.scan("a", "b")
     assert not tracked.tracker.all_pods_listed
     other = await tracked.run_pod("other")
-    assert await tracked.tracker.listed(tracked.tracker.pods.running()) == {other.uid}
+    assert await tracked.tracker.listed(tracked.tracker.pods.running().may_be_ours) == {other.uid}
 
 
 async def test_pods_are_listed_while_the_kubelet_counts_them_as_active(tracked: TrackedKubelet) -> None:
     """`listed` returns running pods that the kubelet counts as active; without kubelet or pod logs it returns none."""
     pods = [await tracked.run_pod(name) for name in ("p", "q")]
-    running = tracked.tracker.pods.running()
+    running = tracked.tracker.pods.running().running
+    assert running is not None
     assert running == {pod.uid for pod in pods}
     assert await tracked.tracker.listed(running) == running
     await asyncio.to_thread(pods[0].force_delete, hang=True)
-    assert tracked.tracker.pods.running() == running
+    assert tracked.tracker.pods.running().running == running
     assert await tracked.tracker.listed(running) == {pods[1].uid}
     logs = tracked.kubelet.pod_logs
     logs.rename(logs.with_name("elsewhere"))

@@ -230,8 +230,7 @@ class Life(Bridge):
         node_agent.tracker.in_flight.__class__ = InFlight
         node_agent.tracker.pods = SimpleNamespace(
             read=outside.read,
-            running=outside.running,
-            in_cgroups=outside.in_cgroups,
+            running=outside.read,
             own_pod="",
             seen={},
             cgroups="",

@@ -302,10 +302,6 @@ class Outside:
         """Return the pods with processes, as the agent reads them from cgroups."""
         return PodProcesses(self.running())
 
-    def in_cgroups(self) -> frozenset[str]:
-        """Return the UIDs of the pods that have cgroups: here those with processes."""
-        return self.running()
-
     async def list_pods(self) -> PodResourcesReport:
         """Answer `List` of PodResources with the pods that the kubelet counts as active."""
         active = {pod.uid for pod in self.pods if pod.memory and pod.at in {"admitted", "runs"}}

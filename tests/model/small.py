@@ -715,7 +715,7 @@ class Small:
         places = {uid: HIDDEN if pod.elsewhere else VISIBLE for uid, pod in pods.items() if pod.recorded}
         there = frozenset(uid for uid in running if uid not in pods or not pods[uid].elsewhere)
         shown = PodsShown(places, directories=True)
-        return PodProcesses(there, frozenset(running), visible=VISIBLE, shown=shown)
+        return PodProcesses(there, frozenset(running), visible=dict.fromkeys(VISIBLE, "kubepods"), shown=shown)
 
     def scanned(self, system: SystemState) -> HolderSnapshot:
         """Return the result of a scan, from the checkpoint as it was read and the processes that run now."""

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import cast
 
 from deviceplugin.kubelet import claim_state
+from deviceplugin.kubelet.cgroups import PodProcesses
 from deviceplugin.kubelet.tracker import HolderTracker
 from deviceplugin.looks import Looks
 from deviceplugin.register import operations
@@ -29,9 +30,9 @@ class Tracker:
         self.listing, self.let = asyncio.Event(), asyncio.Event()
         self.pods = SimpleNamespace(running=self.running, seen={})
 
-    def running(self) -> frozenset[str]:
+    def running(self) -> PodProcesses:
         self.readings += 1
-        return frozenset({"pod"})
+        return PodProcesses(frozenset({"pod"}))
 
     async def listed(self, running: Collection[str]) -> frozenset[str]:
         self.listing.set()
