@@ -172,7 +172,7 @@ class PodReader:
 
 def pod_cgroups(trees: Sequence[str], boot: str = "") -> PodProcesses | None:
     """Return the pods with and without a process in their cgroup; None if no `kubepods` tree is visible."""
-    runs: dict[str, bool] = {}
+    running: set[str] = set()
     paths: dict[str, tuple[str, ...]] = {}
     places: dict[str, frozenset[str]] = {}
     visible: dict[str, str] = {}
@@ -186,16 +186,15 @@ def pod_cgroups(trees: Sequence[str], boot: str = "") -> PodProcesses | None:
                     continue
                 visible[place] = top = top or place
                 for uid, path in pods:
-                    runs[uid] = runs.get(uid, False) or _populated(path)
+                    if uid not in running and _populated(path):
+                        running.add(uid)
                     paths[uid] = (*paths.get(uid, ()), path)
                     places[uid] = places.get(uid, frozenset()) | {place}
     except OSError:  # A subtree cannot be read.
         return None
     if not trees:
         return None
-    running = frozenset(uid for uid, populated in runs.items() if populated)
-    empty = frozenset(runs.keys() - running)
-    return PodProcesses(running, None, empty, paths, places, visible)
+    return PodProcesses(frozenset(running), None, frozenset(paths.keys() - running), paths, places, visible)
 
 
 def place_of(directory: str, boot: str) -> str:

@@ -157,11 +157,12 @@ class PodProcesses:
         while the runtime lists a running container of the pod (kubelet 1.36, kubelet.go: SyncPod; kubelet_volumes.go:
         cleanupOrphanedPodDirs). A pod that started after the directories were read is not in `earlier`.
         """
-        running, trees = self.running or frozenset(), self._trees(self.shown.trusted)
-        if self.directories is None or not self.shown.directories or not trees:
+        running, directories = self.running or frozenset(), self.directories
+        if directories is None or not self.shown.directories or not (absent := running & self.earlier - directories):
             return running
-        absent = filter(self.shows, (running & self.earlier) - self.directories)
-        return running - {uid for uid in absent if trees.isdisjoint(self._trees(self.shown.places[uid]))}
+        trees = self._trees(self.shown.trusted)
+        theirs = (uid for uid in absent if self.shows(uid) and trees.isdisjoint(self._trees(self.shown.places[uid])))
+        return running.difference(theirs if trees else ())
 
     def _trees(self, places: Collection[str]) -> frozenset[str]:
         return frozenset(self.visible[place] for place in places if place in self.visible)

@@ -73,7 +73,7 @@ class Size(NamedTuple):
 LIMITS: Final = {
     "Allocate": Size(96, 24),
     "NodePrepareResources": Size(170, 35),
-    "NodeUnprepareResources": Size(95, 21),
+    "NodeUnprepareResources": Size(94, 21),
     "move": Size(132, 29),
     "evidence": Size(254, 39),
 }
