@@ -493,7 +493,7 @@ def test_a_vfio_group_is_given_once_the_host_has_no_function_of_it(scene: Scene,
     scene.wait(wants)
     tree.bind(audio, "vfio-pci")
     until_taken(scene)
-    assert [one.key for one in locks.holders()] == keys
+    scene.until("the container has both nodes", lambda: [one.key for one in locks.holders()] == keys)
     assert reason not in status_now(scene)
     tree.bind(audio, "snd_hda_intel")
     scene.until("the status has the reason", lambda: reason in status_now(scene))
