@@ -50,7 +50,7 @@ def hardware_of(device: Device, tokens: Tokens, scope: str, within: Tokens = NO_
             for name, values in counters.items()
         }
 
-    return Hardware(tokens, scope, amounts(device.consumes), amounts(device.counters), within.union(device.part_of))
+    return Hardware(tokens, scope, amounts(device.consumes), amounts(device.counters), within)
 
 
 def hardware_in(now: InventorySnapshot, scope: str) -> dict[DeviceKey, Hardware]:

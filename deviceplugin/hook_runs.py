@@ -55,7 +55,7 @@ class HookDevices(Protocol):
     """The methods of `deviceplugin.register.register.Register` that this module calls."""
 
     def with_peers(self, keys: Iterable[DeviceKey]) -> set[DeviceKey]:
-        """Return these devices, and all devices that have hardware in common with any of these."""
+        """Return these devices, all devices that have hardware in common with any of these, their parts and wholes."""
 
     def tokens(self, key: DeviceKey) -> Tokens:
         """Return a device's present identity tokens (`deviceplugin.identity`)."""
@@ -125,7 +125,7 @@ class HookRuns:
         return asyncio.create_task(work())
 
     async def wait(self, keys: Iterable[DeviceKey], *, resets: bool = True) -> None:
-        """Wait until no hook runs for these devices, or for other devices with the same hardware or counters.
+        """Wait until no hook runs for these devices, their peers, parts or wholes (`HardwareIndex.touching`).
 
         Raises DeviceBusyError if a hook still runs after its timeout.
 

@@ -73,7 +73,7 @@ def merged(
     containing: see `deviceplugin.identity.Identified`.
     """
     devices = by_id(listed, before.resource)
-    larger = {name: containing.get(name, frozenset()).union(device.part_of) for name, device in devices.items()}
+    wholes = {name: containing.get(name, frozenset()).union(device.part_of) for name, device in devices.items()}
     gone = frozenset(before.devices.keys() - devices.keys())
     for name, device in before.devices.items():
         if name in gone:
@@ -82,11 +82,8 @@ def merged(
     def kept(former: Mapping[str, _T], now: Mapping[str, _T]) -> dict[str, _T]:
         return {name: former[name] for name in gone & former.keys()} | {name: of for name, of in now.items() if of}
 
-    its, times, larger = (
-        kept(before.identities, identities),
-        kept(before.replicas, replicas),
-        kept(before.larger, larger),
-    )
+    its, times = kept(before.identities, identities), kept(before.replicas, replicas)
+    larger = kept(before.larger, wholes)
     same = (gone, its, times, larger) == (before.gone, before.identities, before.replicas, before.larger)
     if before.listed and same and list(devices.items()) == list(before.devices.items()):
         return before

@@ -85,8 +85,8 @@ def directory_of(kind: str, number: str, root: str = ROOT) -> str | None:
 
 def _around(directory: str) -> Iterator[str]:
     """Yield the sysfs directories in which `HardwareReader.containing` looks for nodes."""
-    above, last = directory, device_above(directory)
-    while above != last and (above := os.path.dirname(above)) not in ("/", ""):
+    above = directory
+    while not _is_device(above) and (above := os.path.dirname(above)) not in ("/", ""):
         yield above
         classes: list[str] = []
         if above == os.path.dirname(directory) and os.path.basename(above) == "drm":
@@ -100,10 +100,15 @@ def _around(directory: str) -> Iterator[str]:
 def device_above(directory: str) -> str | None:
     """Return the directory of the nearest USB device or PCI function at or above this one; None if there is none."""
     while directory not in ("/", ""):
-        if os.path.exists(f"{directory}/idVendor") or PCI_ADDRESS.fullmatch(os.path.basename(directory)):
+        if _is_device(directory):
             return directory
         directory = os.path.dirname(directory)
     return None
+
+
+def _is_device(directory: str) -> bool:
+    """Return whether a sysfs directory is the one of a USB device or PCI function."""
+    return os.path.exists(f"{directory}/idVendor") or bool(PCI_ADDRESS.fullmatch(os.path.basename(directory)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,11 +153,11 @@ class HardwareReader:
         return HardwarePart(self._names(port, plugged), f"usb:{port}", _part(device, directory))
 
     def containing(self, token: str) -> Iterator[str]:
-        """Yield the tokens of other device nodes through which a program gets all hardware of a device node. Blocks.
+        """Yield the tokens of device nodes through which a program gets all hardware of another device node. Blocks.
 
         These are the disk of a partition, the USB device of an interface (Linux, drivers/usb/core/devio.c), the other
         node of a GPU (card0 and renderD128), and the other nodes of a SCSI device (sda and sg0, st0 and nst0).
-        token: the node's token, such as `block:8:1`.
+        The node itself can be among them. token: the node's token, such as `block:8:1`.
         """
         kind, _, number = token.partition(":")
         if (directory := directory_of(kind, number, self.root)) is not None:

@@ -102,8 +102,13 @@ class PodReader:
                 self._searched = -math.inf
             else:
                 self.seen = {uid: before.get(uid, now) for uid in look.running}
-            of_root = replace(look, directories=directories, root=root, earlier=earlier)
-            look = replace(of_root, checkpoint_decides=self._believe_checkpoint)
+            look = replace(
+                look,
+                directories=directories,
+                root=root,
+                earlier=earlier,
+                checkpoint_decides=self._believe_checkpoint,
+            )
             self.shown = pod_evidence.shown_after(self.shown, look, self.own_pod, named)
             self._last = replace(look, shown=self.shown)
             return self._last

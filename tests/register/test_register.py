@@ -144,7 +144,9 @@ class RegisterInMemory(ListedResources):
 def test_a_part_is_found_by_the_larger_devices_tokens() -> None:
     """A larger device's token counts as listed and leads to the parts, which are no peers of each other."""
     parts = {name: Device(name, identity=name, part_of=["char:195:0"]) for name in ("p0", "p1")}
-    index = HardwareIndex({key(name): hardware_of(part, frozenset({name}), "d") for name, part in parts.items()})
+    index = HardwareIndex(
+        {key(name): hardware_of(part, frozenset({name}), "d", frozenset(part.part_of)) for name, part in parts.items()}
+    )
     assert index.having_any({"char:195:0"}) == {key("p0"), key("p1")}
     assert "char:195:0" in index.listed
     assert not index.related

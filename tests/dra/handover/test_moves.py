@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from deviceplugin.node import logs
 from deviceplugin.register import waits
 from deviceplugin.register.records import State
+from deviceplugin.testing import FakePod
 from dra_bridge.kube import ClusterError
 from dra_bridge.node import slice_feed
 from dra_bridge.testing.node import FakeNode
@@ -68,26 +70,23 @@ async def test_a_move_that_waits_is_given_to_a_device_that_becomes_idle(node: Fa
     The same holds on the way back to the plugin.
     """
     async with on_node(node, fpgas(2)) as here:
-        pods = {device: await here.run(f"p{device}", {R: 1}) for device in ("0", "1")}
-        held = {next(iter(node.devices_of(pod))): pod for pod in pods.values()}
-        here.ask("1")
-        await here.until(lambda: sorted(state.value for state in here.states.values()) == ["plugin", "to-dra"])
-        (waits,) = (name for name, state in here.states.items() if state is State.TO_DRA)
-        (other,) = {"d0", "d1"} - {waits}
-        await here.stopped(held[other])
-        await here.until(lambda: here.states == {waits: State.PLUGIN, other: State.DRA})
-        await here.stopped(held[waits])
+
+        async def one_moves(pods: Sequence[FakePod], before: State, moving: State, after: State) -> None:
+            held = {next(iter(node.devices_of(pod))): pod for pod in pods}
+            here.ask("1")
+            await here.until(lambda: set(here.states.values()) == {before, moving})
+            (waits,) = (name for name, state in here.states.items() if state is moving)
+            (other,) = {"d0", "d1"} - {waits}
+            await here.stopped(held[other])
+            await here.until(lambda: here.states == {waits: before, other: after})
+            await here.stopped(held[waits])
+
+        pods = [await here.run(name, {R: 1}) for name in ("p0", "p1")]
+        await one_moves(pods, State.PLUGIN, State.TO_DRA, State.DRA)
         here.ask("all")
         await here.until(lambda: set(here.states.values()) == {State.DRA})
         claims = [await here.claimant(name) for name in ("c0", "c1")]
-        has = {next(iter(node.devices_of(pod))): pod for pod in claims}
-        here.ask("1")
-        await here.until(lambda: sorted(state.value for state in here.states.values()) == ["dra", "to-plugin"])
-        (waits,) = (name for name, state in here.states.items() if state is State.TO_PLUGIN)
-        (other,) = {"d0", "d1"} - {waits}
-        await here.stopped(has[other])
-        await here.until(lambda: here.states == {waits: State.DRA, other: State.PLUGIN})
-        await here.stopped(has[waits])
+        await one_moves(claims, State.DRA, State.TO_PLUGIN, State.PLUGIN)
 
 
 async def test_moves_and_claims_are_in_the_log(node: FakeNode, caplog: pytest.LogCaptureFixture) -> None:
