@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -666,6 +667,29 @@ def handed_on_at_its_end(scene: Scene, pod: Pod, other: Pod) -> None:
         return len(locks.holders()) == 2
 
     scene.cluster.wait_for(all_run, 60, "what it had is given to the next pod")
+
+
+@pytest.mark.parametrize("how", ["limits", "claim"])
+def test_an_idle_device_moves_instead_of_a_held_one(scene: Scene, how: str) -> None:
+    """While the move of a held device waits, another device becomes idle: it moves, and its next holder gets it.
+
+    The pod with the held device keeps it.
+    """
+    scene.begin(a=(2, "none" if how == "limits" else "all"))
+    pods = [scene.pod(name, "a") if how == "limits" else scene.claimer(name, "a") for name in ("p0", "p1")]
+    scene.running(*pods)
+    scene.before = 2
+    scene.share(a=1)
+    waits = re.compile(r"the move of device \S+ waits for (?:pod|claim) default/(p[01])")
+    scene.until("a move waits", lambda: waits.search(scene.agents.log()))
+    (name,) = set(waits.findall(scene.agents.log()))
+    (kept,) = (pod for pod in pods if pod.name == name)
+    (other,) = (pod for pod in pods if pod is not kept)
+    manifest = (claimer if how == "limits" else plain)("wants-a", "a")
+    scene.wait(manifest)
+    scene.handed_on(other.delete, [other.uid], "wants-a", limit=60)
+    assert kept.phase == "Running"
+    assert {one.pod for one in locks.holders()} == {kept.name, "wants-a"}
 
 
 @contextlib.contextmanager
